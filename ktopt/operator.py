@@ -1,0 +1,260 @@
+"""What an operator declares of itself, without torch: its names, the modules it fits, its YAML kwargs, its bytes.
+
+One frozen dataclass of an operator's kwargs feeds everything: YAML validation, JSON Schema, the CLI's pages, docs/operators.md.
+An operator's file under operators/ declares; its implementation (an nn.Module) is named by a string that only `apply` resolves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from ktopt.graph import ITEM_BYTES, Module
+from ktopt.placement import Footprint, canonical_device
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    aliases: tuple[str, ...] = (),
+    device: bool = False,
+    op: bool = False,
+    ignored: str = "",
+    default_factory: Any = dataclasses.MISSING,
+) -> Any:
+    """A field of an OperatorConfig.
+
+    help      one line for the schema, the CLI and the docs
+    aliases   other spellings that YAML may use (upstream's misspellings)
+    device    the value is a device name, kept in its canonical spelling
+    op        the value names one of the operator's inner ops
+    ignored   accepted because upstream files carry it, but nothing reads it: why, in words
+    """
+    meta = {"help": help, "aliases": aliases, "device": device, "op": op, "ignored": ignored}
+    if default_factory is not dataclasses.MISSING:
+        return field(default_factory=default_factory, metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorConfig:
+    """Base of all operators' kwargs. Fields are the YAML keys; annotations are checked (bool, int, float, str, Literal, unions with
+    None, dict[int, str])."""
+
+    spec: ClassVar[OperatorSpec]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The full kwargs, defaults included, in field order."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedConfig(OperatorConfig):
+    """kwargs of every operator that is placed by a rule. None means the module's place, or else the plan's default device."""
+
+    generate_device: str | None = option(None, help="device of the weights and of decoding", device=True)
+    prefill_device: str | None = option(None, help="device of prefill", device=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An inner op that a rule names by `generate_op` or `prefill_op`.
+
+    devices       kinds of device that it runs on
+    counterpart   the op that takes its place on a device that it can't run on (under --remap), or "" for none
+    needs         why it isn't to be had in this version ("" when it is); its counterpart then runs, and the plan says so
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    help: str
+    counterpart: str = ""
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSpec:
+    """Everything that checking and planning need of an operator.
+
+    name             as KTransformers named it
+    aliases          other names: upstream's dotted paths, older names
+    roles            roles of the modules that it fits (graph.role_of); empty means any
+    config           its kwargs
+    implementation   "package.module:Class" with build() (see ktopt.apply), or "" where the module stays as it is and is only placed
+    ops              inner ops by name
+    summary          what it does here, one line
+    upstream         what upstream's class of that name did
+    forward_changed  whether upstream's class changed the module's forward
+    reason           where it did and ours only places: why that is right
+    lost             what is lost by using it here (NPU and XPU names): makes a warning
+    footprint        bytes of one module under this config and dtype
+    refuses          why it can't take this module under this config, or None
+    """
+
+    name: str
+    config: type[OperatorConfig]
+    summary: str
+    aliases: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    implementation: str = ""
+    ops: Mapping[str, Op] = field(default_factory=dict)
+    upstream: str = ""
+    forward_changed: bool = False
+    reason: str = ""
+    lost: str = ""
+    footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
+    refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
+
+    def fits(self, module: Module) -> bool:
+        return not self.roles or module.role in self.roles
+
+
+def dense_footprint(module: Module, config: OperatorConfig, dtype: str) -> Footprint:
+    """A module's own tensors, its floating-point ones held in `dtype`."""
+    total = 0
+    for tensor in module.tensors:
+        item = dtype if "float" in tensor.dtype and not tensor.buffer else tensor.dtype
+        total += tensor.numel * ITEM_BYTES[item]
+    return Footprint(weight_bytes=total)
+
+
+REGISTERED: dict[str, OperatorSpec] = {}
+"""Specs that @operator has registered in this process, by every one of their names."""
+
+
+def operator(name: str, **spec: Any) -> Callable[[type[OperatorConfig]], type[OperatorConfig]]:
+    """Class decorator of an operator's config: registers an OperatorSpec of that name. Fields as OperatorSpec's.
+
+    The same config class may carry several operators (the decorator may be stacked, or called as a function).
+    """
+
+    def register(config: type[OperatorConfig]) -> type[OperatorConfig]:
+        made = OperatorSpec(name=name, config=config, **spec)
+        config.spec = made
+        for key in (name, *made.aliases):
+            if key in REGISTERED and REGISTERED[key] != made:
+                raise ValueError(f"two operators are named {key}: {REGISTERED[key].name} and {name}")
+            REGISTERED[key] = made
+        return config
+
+    return register
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with one kwarg. `key` as written; `kind` is unknown, type, value, missing or ignored."""
+
+    key: str
+    kind: Literal["unknown", "type", "value", "missing", "ignored"]
+    message: str
+    suggestion: str = ""
+
+
+def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[OperatorConfig | None, list[Problem]]:
+    """An operator's config from YAML kwargs, with every problem found. The config is None when a problem is more than "ignored"."""
+    known = option_names(spec.config)
+    hints = field_types(spec.config)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in kwargs.items():
+        name = known.get(key)
+        if name is None:
+            near = nearest(str(key), known)
+            message = f"{spec.name} takes no `{key}`" + (f"; did you mean `{near}`?" if near else f"; it takes {', '.join(hints)}")
+            problems.append(Problem(key, "unknown", message, near))
+            continue
+        if name in values:
+            problems.append(Problem(key, "value", f"`{key}` and another spelling of `{name}` are both given"))
+            continue
+        meta = spec.config.__dataclass_fields__[name].metadata
+        problem, value = _check(spec, key, value, hints[name], meta)
+        if problem:
+            problems.append(problem)
+        elif meta.get("ignored"):
+            problems.append(Problem(key, "ignored", f"`{key}` is ignored: {meta['ignored']}"))
+        values[name] = value
+    for f in dataclasses.fields(spec.config):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in values:
+            problems.append(Problem(f.name, "missing", f"{spec.name} needs `{f.name}`: {f.metadata.get('help', '')}"))
+    if any(p.kind != "ignored" for p in problems):
+        return None, problems
+    return spec.config(**values), problems
+
+
+def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[str, Any]) -> tuple[Problem | None, Any]:
+    if not _is_a(value, hint):
+        return Problem(key, "type", f"`{key}` must be {describe_type(hint)}, not {value!r}"), value
+    if meta.get("device") and value is not None:
+        try:
+            value = canonical_device(value)
+        except ValueError as error:
+            return Problem(key, "value", f"`{key}`: {error}"), value
+    if meta.get("op") and value is not None and value not in spec.ops:
+        near = nearest(str(value), spec.ops)
+        known = ", ".join(spec.ops)
+        hint_text = f" (did you mean {near}?)" if near else ""
+        return Problem(key, "value", f"`{key}`: unknown op {value!r} of {spec.name}; known: {known}{hint_text}", near), value
+    return None, value
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_a(value, part) for part in typing.get_args(hint))
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
+    if origin is dict:
+        key_type, value_type = typing.get_args(hint)
+        return isinstance(value, dict) and all(_is_a(k, key_type) and _is_a(v, value_type) for k, v in value.items())
+    if hint is type(None):
+        return value is None
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def describe_type(hint: Any) -> str:
+    """A type in words for a message: "true or false", "a whole number", "one of 'a', 'b'"."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(part) for part in typing.get_args(hint))
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        return "one of " + ", ".join(repr(c) for c in choices) if len(choices) > 1 else repr(choices[0])
+    if origin is dict:
+        key_type, value_type = typing.get_args(hint)
+        return f"a mapping of {describe_type(key_type)} to {describe_type(value_type)}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "null"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """The known word most like `word`, or "" when none is close."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else ""
+
+
+@cache
+def option_names(config: type[OperatorConfig]) -> dict[str, str]:
+    """Every spelling of an option, to its field name."""
+    names: dict[str, str] = {}
+    for f in dataclasses.fields(config):
+        for spelling in (f.name, *f.metadata.get("aliases", ())):
+            names[spelling] = f.name
+    return names
+
+
+@cache
+def field_types(config: type[OperatorConfig]) -> dict[str, Any]:
+    hints = typing.get_type_hints(config)
+    return {f.name: hints[f.name] for f in dataclasses.fields(config)}

@@ -1,0 +1,69 @@
+"""Devices and machines: device names, what a machine has, and the bytes that a module takes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+DEVICE_KINDS = ("cpu", "cuda", "npu", "xpu", "mps")
+_DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps)(?::(\d+))?")
+
+
+def canonical_device(text: str) -> str:
+    """The one spelling of a device: "cuda" is "cuda:0"; "cpu" and "mps" carry no number. ValueError for what is no device."""
+    found = _DEVICE.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is not a device; devices are {', '.join(DEVICE_KINDS)}, or one with a number such as cuda:1")
+    kind, number = found.groups()
+    if kind in ("cpu", "mps"):
+        if number not in (None, "0"):
+            raise ValueError(f"{text!r} is not a device: there is one {kind}")
+        return kind
+    return f"{kind}:{int(number or 0)}"
+
+
+def device_kind(device: str) -> str:
+    return device.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a module takes where it is placed.
+
+    weight_bytes     its weights at rest, on the generate device
+    transient_bytes  the most that it holds while it runs, beyond inputs and outputs
+    """
+
+    weight_bytes: int = 0
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a machine. `sm` is a CUDA compute capability times ten (89 for 8.9)."""
+
+    name: str
+    memory_bytes: int
+    model: str = ""
+    sm: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return device_kind(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine, detected, described in a file, or a preset: its accelerators, RAM, cores and CPU features ("avx512_vnni")."""
+
+    name: str
+    devices: tuple[Device, ...] = ()
+    ram_bytes: int = 0
+    cores: int = 0
+    cpu_features: frozenset[str] = field(default=frozenset())
+
+    def has(self, device: str) -> bool:
+        return device == "cpu" or any(d.name == device for d in self.devices)
+
+    def device(self, name: str) -> Device | None:
+        return next((d for d in self.devices if d.name == name), None)

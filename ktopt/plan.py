@@ -1,0 +1,128 @@
+"""The plan: every module of a model, its operator, devices, dtype and bytes, and the rule that decided it.
+
+A plan is frozen, deterministic data: it prints, is written as JSON, read back and compared. `apply` reads a plan and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+FORMAT = 1
+"""Version of the JSON form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One module's row.
+
+    path, cls, role     the module; `cls` is its dotted class
+    operator            operator name; "default" leaves the module as it is, only placed
+    kwargs              the operator's full config, defaults filled in
+    prefill_device, generate_device   canonical device names; weights live on the generate device
+    dtype               torch's name of the dtype that its floating-point weights are held in
+    weight_bytes        bytes of its own tensors (not its children's) at rest
+    rule                index into Plan.rules, or None where no rule matched
+    alias               the older path by which the rule named it, or ""
+    replicas            further devices that hold a copy (a rotary embedding that upstream had once per layer)
+    inside              path of the ancestor whose rule has `recursive: false` and so owns this module, or ""
+    runs                op asked for -> op that runs in its place here (by --remap or for want of a kernel), each with a reason
+    notes               what the plan has to say of this module
+    """
+
+    path: str
+    cls: str
+    role: str
+    operator: str
+    kwargs: Mapping[str, Any]
+    prefill_device: str
+    generate_device: str
+    dtype: str
+    weight_bytes: int
+    rule: int | None = None
+    alias: str = ""
+    replicas: tuple[str, ...] = ()
+    inside: str = ""
+    runs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Tensors move to `target` where they enter (`side` "input") or leave (`side` "output") the module `path`.
+
+    source is the device that they come from; `after` is the module that produced them.
+    """
+
+    path: str
+    side: str
+    source: str
+    target: str
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRef:
+    """A rule as the plan remembers it."""
+
+    id: str
+    file: str
+    line: int
+    column: int
+    operator: str
+    active: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """The model that a plan was made for.
+
+    source      what the user gave: a shipped name or a path
+    tree        ModuleGraph.digest
+    config      the model's config.json, so that the tree can be rebuilt
+    """
+
+    source: str
+    model_type: str
+    architectures: tuple[str, ...]
+    tree: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every stage's result, complete before a module is touched."""
+
+    model: ModelRef
+    rule_file: str
+    rule_digest: str
+    rules: tuple[RuleRef, ...]
+    steps: tuple[Step, ...]
+    transfers: tuple[Transfer, ...]
+    default_device: str
+    dtype: str
+    hardware: str = ""
+    remap: Mapping[str, str] = field(default_factory=dict)
+    errors: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ktopt_version: str = ""
+    transformers_version: str = ""
+
+    @cached_property
+    def by_path(self) -> dict[str, Step]:
+        return {step.path: step for step in self.steps}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device that holds weights or runs something, in order of first use."""
+        seen: dict[str, None] = {}
+        for step in self.steps:
+            for device in (step.generate_device, *step.replicas):
+                seen.setdefault(device)
+        return tuple(seen)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(step.weight_bytes * (1 + len(step.replicas)) for step in self.steps)

@@ -1,0 +1,94 @@
+"""The one form that both rule languages compile to. Later stages know nothing of YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ktopt.source import Origin
+
+if TYPE_CHECKING:
+    from ktopt.operator import OperatorConfig, OperatorSpec
+    from ktopt.selector import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class NameClass:
+    """Upstream's match: `name` is searched as a regex in the module's path, `cls` is an is-instance test; both must hold."""
+
+    name: str | None
+    cls: str | None
+    name_origin: Origin | None = None
+    cls_origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What a rule puts in a module's place.
+
+    operator        the resolved operator ("default" keeps the module and only places it)
+    written         its name as the file has it
+    config          typed kwargs, defaults filled in
+    given           the kwargs as written, by canonical key
+    kwarg_origins   where each given kwarg stands
+    """
+
+    operator: OperatorSpec
+    written: str
+    config: OperatorConfig
+    given: Mapping[str, Any]
+    origin: Origin
+    kwarg_origins: Mapping[str, Origin] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule. `index` is its precedence (0 first); `id` is the file's own or "rule-1", "rule-2", ...; `number` counts from 1."""
+
+    index: int
+    id: str
+    match: NameClass | Selector
+    replace: Replacement
+    origin: Origin
+    match_origin: Origin
+    recursive: bool = True
+    when: Selector | None = None
+    expect: int | None = None
+    expect_origin: Origin | None = None
+
+    @property
+    def number(self) -> int:
+        return self.index + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One line of a native file's `place:` map: these modules live on this device unless a rule's kwargs say otherwise."""
+
+    device: str
+    selector: Selector
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """A whole rule file, imports included, in order of precedence.
+
+    form            "list" (KTransformers' language) or "native"
+    path, digest    the file's path as given, and a sha256 over its text and its imports' texts
+    dtype           the dtype that weights are dequantised to, if the file says so
+    default_device  where unplaced modules go: cuda:0 for list files (as upstream), cpu for native ones
+    architectures   what it was written for; empty means any
+    """
+
+    form: str
+    path: str
+    digest: str
+    rules: tuple[Rule, ...]
+    places: tuple[Place, ...] = ()
+    architectures: tuple[str, ...] = ()
+    architectures_origin: Origin | None = None
+    dtype: str | None = None
+    default_device: str = "cpu"
+    origin: Origin | None = None

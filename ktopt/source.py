@@ -1,0 +1,120 @@
+"""Where a thing stands in a text: positions, spans, and YAML nodes that keep them.
+
+Lines and columns count from 1; a span's end is exclusive. `parse.py` makes these nodes from text, `validate.py` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """A place in a text: line and column, both from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A stretch of text from `start` up to, not including, `end`."""
+
+    start: Position
+    end: Position
+
+    @classmethod
+    def at(cls, line: int, column: int, width: int = 1) -> Span:
+        return cls(Position(line, column), Position(line, column + width))
+
+
+FILE_START = Span.at(1, 1, 0)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A text and the path that messages name it by ("-" for standard input)."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a piece of a compiled form was written: a file and a span in it."""
+
+    file: str
+    span: Span
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.span.start.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A YAML scalar. `value` is what YAML 1.1 resolves it to; `style` is its quote character, or "" when plain."""
+
+    value: Any
+    span: Span
+    style: str = ""
+    raw: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A YAML list."""
+
+    items: tuple[Node, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A YAML mapping, in the order written. Duplicate keys are reported by the parser, which keeps the first."""
+
+    entries: tuple[tuple[Scalar, Node], ...]
+    span: Span
+
+    def get(self, key: str) -> Node | None:
+        return next((value for name, value in self.entries if name.value == key), None)
+
+    def key(self, key: str) -> Scalar | None:
+        return next((name for name, _ in self.entries if name.value == key), None)
+
+    def __iter__(self) -> Iterator[tuple[Scalar, Node]]:
+        return iter(self.entries)
+
+
+Node = Scalar | Sequence | Mapping
+
+
+@dataclass(frozen=True)
+class Document:
+    """One parsed rule file: its source, its root node (None when empty or unreadable), and the files that it imports."""
+
+    source: SourceFile
+    root: Node | None
+    imports: tuple[Document, ...] = field(default=())
+
+    def origin(self, node: Node) -> Origin:
+        return Origin(self.source.path, node.span)
+
+
+def plain(node: Node | None) -> Any:
+    """The ordinary Python value of a node."""
+    match node:
+        case None:
+            return None
+        case Scalar():
+            return node.value
+        case Sequence():
+            return [plain(item) for item in node.items]
+        case Mapping():
+            return {key.value: plain(value) for key, value in node.entries}

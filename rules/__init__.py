@@ -1,0 +1,1 @@
+"""Rule sets that ship with ktopt: <model>/<machine>.yaml."""
