@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 FORMAT = 1
 """Version of the JSON form."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One module's row.
+class Step(NamedTuple):
+    """One module's row. A named tuple, since a plan may have 75,000 of them; change one with `step._replace(...)`.
 
     path, cls, role     the module; `cls` is its dotted class
     operator            operator name; "default" leaves the module as it is, only placed
@@ -45,7 +45,7 @@ class Step:
     alias: str = ""
     replicas: tuple[str, ...] = ()
     inside: str = ""
-    runs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    runs: Mapping[str, tuple[str, str]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
 
 
