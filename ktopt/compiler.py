@@ -1,0 +1,86 @@
+"""ktopt is a compiler; this is it: six stages in order, each from frozen data to frozen data.
+
+    text -> parse -> validate -> match -> plan -> apply
+            Document  RuleSet    Matches  Plan    PreTrainedModel
+
+`run_stages` runs the first five as far as the file allows and collects every finding in one Report. `check` returns the findings,
+`compile` the plan or an error that holds the findings. `apply` (ktopt/apply.py) reads the plan and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktopt.diagnostics import CompileError, Report
+from ktopt.graph import ModuleGraph
+from ktopt.match import Matches, match
+from ktopt.parse import parse, read_source
+from ktopt.placement import Hardware
+from ktopt.plan import Plan
+from ktopt.planning import PlanOptions, make_plan
+from ktopt.ruleset import RuleSet
+from ktopt.selection import check_selection
+from ktopt.source import Document, SourceFile
+from ktopt.trees import load_tree
+from ktopt.validate import validate
+
+Rules = str | Path | SourceFile
+Model = Any
+"""A shipped name, a folder, a config.json, a GGUF file, a config mapping, a ModuleGraph, or an nn.Module in hand."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What each stage made, None from the first that could not run, and all findings."""
+
+    document: Document
+    ruleset: RuleSet | None
+    graph: ModuleGraph | None
+    matches: Matches | None
+    plan: Plan | None
+    report: Report
+
+
+def run_stages(
+    rules: Rules,
+    model: Model | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    hardware: Hardware | None = None,
+    remap: Mapping[str, str] | None = None,
+) -> Compilation:
+    """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file."""
+    options = PlanOptions(device, dtype, hardware, remap or {})
+    report = Report()
+    source = rules if isinstance(rules, SourceFile) else read_source(rules)
+    document = parse(source, report)
+    ruleset = validate(document, report)
+    if model is None:
+        return Compilation(document, ruleset, None, None, None, report)
+    graph = model if isinstance(model, ModuleGraph) else load_tree(model)
+    if ruleset is None or report.stops_plan:
+        return Compilation(document, ruleset, graph, None, None, report)
+    matches = match(ruleset, graph, hardware, report)
+    check_selection(matches, report)
+    if report.stops_plan:
+        return Compilation(document, ruleset, graph, matches, None, report)
+    plan = make_plan(ruleset, graph, matches, options, report)
+    return Compilation(document, ruleset, graph, matches, plan, report)
+
+
+def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
+    """Every finding on a rule file. Options as run_stages'."""
+    return run_stages(rules, model, **options).report
+
+
+def compile(rules: Rules, model: Model, **options: Any) -> Plan:
+    """The plan of `rules` on `model`. CompileError, which holds the report, where no plan can be made; findings that leave a plan
+    standing are in Plan.errors, and `apply` refuses such a plan unless forced. Options as run_stages'."""
+    compilation = run_stages(rules, model, **options)
+    if compilation.plan is None:
+        raise CompileError(compilation.report)
+    return compilation.plan

@@ -1,0 +1,329 @@
+"""The plan stage: what each module becomes, where it lives, how many bytes it takes, and which rule decided.
+
+It reads a rule set's matches and a tree, and touches no model. What it can't settle (an op that no device here runs, a machine that
+is too small) is a diagnostic at the rule that asked for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktopt import __version__
+from ktopt.diagnostics import Report, UsageError
+from ktopt.graph import Module, ModuleGraph
+from ktopt.match import Decision, Matches
+from ktopt.operator import Op, OperatorConfig, OperatorSpec
+from ktopt.placement import Hardware, canonical_device, device_kind
+from ktopt.plan import ModelRef, Plan, RuleRef, Step
+from ktopt.registry import find
+from ktopt.ruleset import Rule, RuleSet
+from ktopt.source import FILE_START, Origin
+from ktopt.transfers import derive_transfers
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What weights may be held in."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line or the API adds to a rule file.
+
+    device   where modules go that nothing places; None leaves it to the rule file's form
+    dtype    what floating-point weights are held in; None leaves it to the rule file, then to the model's config
+    hardware the machine planned for; None when unknown
+    remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    hardware: Hardware | None = None
+    remap: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for text in (self.device, *self.remap, *self.remap.values()):
+            if text is not None:
+                try:
+                    canonical_device(text)
+                except ValueError as error:
+                    raise UsageError(str(error)) from None
+
+    def place(self, device: str) -> str:
+        """A device after remapping: an exact name wins over its kind."""
+        target = self.remap.get(device) or self.remap.get(device_kind(device))
+        return canonical_device(target) if target else device
+
+
+@dataclass(frozen=True)
+class _Ruling:
+    """What one rule (or none) makes of the modules that it wins on one place: shared by all of them."""
+
+    spec: OperatorSpec
+    config: OperatorConfig
+    kwargs: Mapping[str, Any]
+    prefill_device: str
+    generate_device: str
+    replicas: tuple[str, ...]
+    runs: Mapping[str, tuple[str, str]]
+    notes: tuple[str, ...]
+
+
+def make_plan(ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: PlanOptions, report: Report) -> Plan:
+    """Compile matches to a plan. Findings go to `report`; errors found so far are kept in Plan.errors."""
+    planner = _Planner(ruleset, graph, matches, options, report)
+    steps = planner.steps()
+    planner.check_memory(steps)
+    return Plan(
+        model=ModelRef(graph.name, graph.model_type, graph.architectures, graph.digest, graph.config),
+        rule_file=ruleset.path,
+        rule_digest=ruleset.digest,
+        rules=tuple(_rule_ref(rule, active is not False) for rule, active in zip(ruleset.rules, matches.active, strict=True)),
+        steps=steps,
+        transfers=derive_transfers(graph, steps),
+        default_device=planner.default_device,
+        dtype=planner.dtype,
+        hardware=options.hardware.name if options.hardware else "",
+        remap=dict(options.remap),
+        errors=tuple(str(d) for d in report.errors),
+        notes=planner.notes(),
+        ktopt_version=__version__,
+        transformers_version=transformers_version(),
+    )
+
+
+def _rule_ref(rule: Rule, active: bool) -> RuleRef:
+    start = rule.origin.span.start
+    return RuleRef(rule.id, rule.origin.file, start.line, start.column, rule.replace.operator.name, active)
+
+
+def transformers_version() -> str:
+    """The installed transformers' version, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return ""
+
+
+class _Planner:
+    """Makes the steps, and remembers what it has already worked out for a rule on a place."""
+
+    def __init__(self, ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: PlanOptions, report: Report) -> None:
+        self.ruleset, self.graph, self.matches, self.options, self.report = ruleset, graph, matches, options, report
+        self.default_device = canonical_device(options.device or ruleset.default_device)
+        self.dtype = options.dtype or ruleset.dtype or _config_dtype(graph)
+        default = find("default")
+        assert default is not None
+        self.default = default
+        self.rulings: dict[tuple[Any, ...], _Ruling] = {}
+        self.byte_counts: dict[tuple[int, int], int] = {}
+
+    def steps(self) -> tuple[Step, ...]:
+        made: list[Step] = []
+        roles: dict[tuple[int, bool], str] = {}
+        decisions = self.matches.decisions
+        for module in self.graph.modules:
+            decision = decisions[module.index]
+            key = (id(module.cls), module.path.endswith("experts"))
+            role = roles.get(key)
+            if role is None:
+                role = roles[key] = module.role
+            if decision.closed_by is not None:
+                made.append(self._closed(module, role, made[decision.closed_by], decision.closed_by))
+            else:
+                made.append(self._step(module, role, decision))
+        return self._tie(tuple(made))
+
+    def _step(self, module: Module, role: str, decision: Decision) -> Step:
+        ruling = self._ruling(decision)
+        return Step(
+            module.path,
+            module.cls.name,
+            role,
+            ruling.spec.name,
+            ruling.kwargs,
+            ruling.prefill_device,
+            ruling.generate_device,
+            self.dtype,
+            self._bytes(module, ruling) if module.tensors else 0,
+            decision.rule,
+            decision.alias,
+            ruling.replicas,
+            "",
+            ruling.runs,
+            ruling.notes,
+        )
+
+    def _closed(self, module: Module, role: str, owner: Step, owner_index: int) -> Step:
+        """A module below one whose rule has `recursive: false`: it is that operator's, and no rule's of its own."""
+        count = self._bytes(module, self._ruling(self.matches.decisions[owner_index])) if module.tensors else 0
+        return Step(
+            module.path,
+            module.cls.name,
+            role,
+            "default",
+            _NO_KWARGS,
+            owner.prefill_device,
+            owner.generate_device,
+            self.dtype,
+            count,
+            None,
+            "",
+            (),
+            owner.path,
+        )
+
+    def _bytes(self, module: Module, ruling: _Ruling) -> int:
+        key = (id(module.tensors), id(ruling))
+        count = self.byte_counts.get(key)
+        if count is None:
+            count = ruling.spec.footprint(module, ruling.config, self.dtype).weight_bytes
+            self.byte_counts[key] = count
+        return count
+
+    def _ruling(self, decision: Decision) -> _Ruling:
+        key = (decision.rule, decision.place, decision.alias_rules)
+        ruling = self.rulings.get(key)
+        if ruling is None:
+            ruling = self.rulings[key] = self._rule(decision)
+        return ruling
+
+    def _rule(self, decision: Decision) -> _Ruling:
+        place = decision.place or self.default_device
+        if decision.rule is None:
+            device = self._at(place, None)
+            config = self.default.config(generate_device=device, prefill_device=device)  # type: ignore[call-arg]
+            return _Ruling(self.default, config, config.to_kwargs(), device, device, (), {}, ())
+        rule = self.ruleset.rules[decision.rule]
+        generate, prefill = self._devices(rule, place)
+        homes = [self._devices(self.ruleset.rules[i], place)[0] for i in decision.alias_rules]
+        replicas = tuple(dict.fromkeys(d for d in homes if d != generate))
+        config, runs = self._config(rule, generate, prefill)
+        says = rule.replace.operator.says(config) if hasattr(rule.replace.operator, "says") else ""
+        notes = [says] if says else []
+        notes += [f"{asked} gives way to {op}: {why}" for asked, (op, why) in runs.items()]
+        if replicas:
+            notes.append(f"one copy each on {', '.join((generate, *replicas))}: upstream had one per layer")
+        return _Ruling(rule.replace.operator, config, config.to_kwargs(), prefill, generate, replicas, runs, tuple(notes))
+
+    def _devices(self, rule: Rule, place: str) -> tuple[str, str]:
+        """(generate, prefill) of a rule's modules, remapped."""
+        config = rule.replace.config
+        asked = getattr(config, "generate_device", None) or getattr(config, "device", None)
+        generate = self._at(asked or place, rule)
+        prefill = getattr(config, "prefill_device", None)
+        if prefill is None and self.ruleset.form == "list" and not asked:
+            prefill = place
+        return generate, self._at(prefill, rule) if prefill else generate
+
+    def _at(self, device: str, rule: Rule | None) -> str:
+        device = self.options.place(device)
+        hardware = self.options.hardware
+        if hardware is not None and not hardware.has(device):
+            have = ", ".join(d.name for d in hardware.devices) or "no accelerator"
+            origin = rule.replace.origin if rule else self._file_origin()
+            who = f"rule {rule.number} places modules" if rule else "unplaced modules go"
+            self.report.error(
+                "KT501",
+                f"{who} on {device}, which {hardware.name} does not have (it has {have})",
+                origin,
+                help="place them on a device of this machine, or remap: --remap " + f"{device_kind(device)}=cpu",
+            )
+        return device
+
+    def _config(self, rule: Rule, generate: str, prefill: str) -> tuple[OperatorConfig, dict[str, tuple[str, str]]]:
+        """The rule's config with its devices settled, and the ops that give way to others there."""
+        spec, config = rule.replace.operator, rule.replace.config
+        changes: dict[str, Any] = {}
+        runs: dict[str, tuple[str, str]] = {}
+        for f in dataclasses.fields(config):
+            value = getattr(config, f.name)
+            if f.name in ("generate_device", "device"):
+                changes[f.name] = generate
+            elif f.name == "prefill_device":
+                changes[f.name] = prefill
+            elif f.metadata.get("device") and value is not None:
+                changes[f.name] = self.options.place(value)
+            elif f.name == "transfer_map" and value:
+                changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
+            elif f.metadata.get("op") and value in spec.ops:
+                device = prefill if f.name.startswith("prefill") else generate
+                chosen, why = self._op_here(spec, spec.ops[value], device)
+                if chosen is not spec.ops[value]:
+                    runs[value] = (chosen.name, why)
+        return dataclasses.replace(config, **changes), runs
+
+    def _op_here(self, spec: OperatorSpec, asked: Op, device: str) -> tuple[Op, str]:
+        """The op that runs for `asked` on `device`: itself, or the first counterpart that can, with the reason. An op that can't run
+        on the device that its rule names was an error of the validate stage; here only --remap brings that about."""
+        op, reasons = asked, []
+        while True:
+            if device_kind(device) not in op.devices:
+                reasons.append(f"{op.name} doesn't run on {device_kind(device)}")
+            elif op.needs:
+                reasons.append(op.needs)
+            else:
+                return op, "; ".join(reasons)
+            if not op.counterpart:
+                return asked, ""
+            op = spec.ops[op.counterpart]
+
+    def _tie(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """A tied lm_head on the embedding's device shares its tensor and costs nothing."""
+        if not self.graph.config.get("tie_word_embeddings"):
+            return steps
+        embedding = next((s for s in steps if s.role == "embedding" and s.path.endswith("embed_tokens")), None)
+        head = next((i for i, s in enumerate(steps) if s.path.endswith("lm_head")), None)
+        if embedding is None or head is None or embedding.generate_device != steps[head].generate_device:
+            return steps
+        note = f"shares its weight with {embedding.path}"
+        tied = steps[head]._replace(weight_bytes=0, notes=(*steps[head].notes, note))
+        return (*steps[:head], tied, *steps[head + 1 :])
+
+    def check_memory(self, steps: tuple[Step, ...]) -> None:
+        """KT504: weights that don't fit a device of the machine planned for, with the five largest items."""
+        hardware = self.options.hardware
+        if hardware is None:
+            return
+        held: dict[str, list[Step]] = {}
+        for step in steps:
+            for device in (step.generate_device, *step.replicas):
+                held.setdefault(device, []).append(step)
+        for device, rows in held.items():
+            found = hardware.device(device)
+            have = found.memory_bytes if found else hardware.ram_bytes if device == "cpu" else 0
+            need = sum(step.weight_bytes for step in rows)
+            if have and need > have:
+                largest = sorted(rows, key=lambda s: -s.weight_bytes)[:5]
+                items = ", ".join(f"{s.path} {s.weight_bytes / 1e9:.2f} GB" for s in largest)
+                self.report.error(
+                    "KT504",
+                    f"{device} would hold {need / 1e9:.1f} GB of weights and {hardware.name} has {have / 1e9:.1f} GB there",
+                    self._file_origin(),
+                    help=f"move modules elsewhere; the largest are {items}",
+                )
+
+    def notes(self) -> tuple[str, ...]:
+        made = []
+        if self.options.remap:
+            made.append("remapped " + ", ".join(f"{a} to {b}" for a, b in self.options.remap.items()))
+        if self.matches.needs_hardware:
+            ids = ", ".join(self.ruleset.rules[i].id for i in self.matches.needs_hardware)
+            made.append(f"rules {ids} ask about the machine: plan with --hardware to settle them")
+        return tuple(made)
+
+    def _file_origin(self) -> Origin:
+        return self.ruleset.origin or Origin(self.ruleset.path, FILE_START)
+
+
+_NO_KWARGS: Mapping[str, Any] = {}
+
+
+def _config_dtype(graph: ModuleGraph) -> str:
+    found = str(graph.config.get("dtype") or graph.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return found if found in DTYPES else "bfloat16"
