@@ -141,10 +141,17 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if len(args) == len(value):
             return tuple(_value(a, v, where) for a, v in zip(args, value, strict=True))
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()} if args[1] is not Any else dict(value)
+        return _free(value) if args[1] is Any else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise PlanFileError(f"{where}: must be {describe_type(hint)}, not {value!r:.60}")
+
+
+def _free(value: Any) -> Any:
+    """Values of any shape (kwargs, a model's config), with the whole-number keys that JSON made strings."""
+    if isinstance(value, Mapping):
+        return {int(k) if k.isdecimal() else k: _free(v) for k, v in value.items()}
+    return value
 
 
 def _check_plan(plan: Plan, where: str) -> None:
