@@ -157,11 +157,16 @@ class ModuleGraph:
     @cached_property
     def digest(self) -> str:
         """sha256 over paths, classes and tensor shapes: two trees with one digest take the same plan."""
-        sha = hashlib.sha256()
+        signatures: dict[tuple[int, int], str] = {}
+        lines = []
         for m in self.modules:
-            tensors = ",".join(f"{t.name}{list(t.shape)}" for t in m.tensors if not t.buffer)
-            sha.update(f"{m.path}\t{m.cls.name}\t{tensors}\n".encode())
-        return sha.hexdigest()
+            key = (id(m.cls), id(m.tensors))
+            signature = signatures.get(key)
+            if signature is None:
+                tensors = ",".join(f"{t.name}{list(t.shape)}" for t in m.tensors if not t.buffer)
+                signature = signatures[key] = f"\t{m.cls.name}\t{tensors}\n"
+            lines.append(m.path + signature)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def to_networkx(self) -> networkx.DiGraph[str]:
         """The tree as a networkx DiGraph: nodes are paths, edges go from parent to child."""
