@@ -27,17 +27,19 @@ def option(
     device: bool = False,
     op: bool = False,
     ignored: str = "",
+    ignored_when: Callable[[Any], str] | None = None,
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of an OperatorConfig.
 
     help      one line for the schema, the CLI and the docs
     aliases   other spellings that YAML may use (upstream's misspellings)
-    device    the value is a device name, kept in its canonical spelling
+    device    the value is a device name (or a mapping to device names), kept in its canonical spelling
     op        the value names one of the operator's inner ops
     ignored   accepted because upstream files carry it, but nothing reads it: why, in words
+    ignored_when   of a value: why this value has no effect here, or "" where it has
     """
-    meta = {"help": help, "aliases": aliases, "device": device, "op": op, "ignored": ignored}
+    meta = {"help": help, "aliases": aliases, "device": device, "op": op, "ignored": ignored, "ignored_when": ignored_when}
     if default_factory is not dataclasses.MISSING:
         return field(default_factory=default_factory, metadata=meta)
     return field(default=default, metadata=meta)
@@ -53,6 +55,11 @@ class OperatorConfig:
     def to_kwargs(self) -> dict[str, Any]:
         """The full kwargs, defaults included, in field order."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> list[Problem]:
+        """What is wrong between kwargs that are each well formed; `given` holds those written, by field name."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,24 +184,38 @@ def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[Operato
         problem, value = _check(spec, key, value, hints[name], meta)
         if problem:
             problems.append(problem)
-        elif meta.get("ignored"):
-            problems.append(Problem(key, "ignored", f"`{key}` is ignored: {meta['ignored']}"))
+        elif why := meta.get("ignored") or (meta["ignored_when"](value) if meta.get("ignored_when") else ""):
+            problems.append(Problem(key, "ignored", f"`{key}: {value}` has no effect: {why}"))
         values[name] = value
     for f in dataclasses.fields(spec.config):
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and f.name not in values:
             problems.append(Problem(f.name, "missing", f"{spec.name} needs `{f.name}`: {f.metadata.get('help', '')}"))
+    if all(p.kind == "ignored" for p in problems):
+        problems += spec.config.cross_check(values)
     if any(p.kind != "ignored" for p in problems):
         return None, problems
     return spec.config(**values), problems
 
 
+def without_effect(config: OperatorConfig) -> list[str]:
+    """What a plan has to say of values that differ from the default and have no effect in this version, in field order."""
+    said = []
+    for f in dataclasses.fields(config):
+        value, why = getattr(config, f.name), f.metadata.get("ignored_when")
+        if why and value != f.default and (reason := why(value)):
+            said.append(f"{f.name}: {value} has no effect: {reason}")
+    return said
+
+
 def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[str, Any]) -> tuple[Problem | None, Any]:
     if not _is_a(value, hint):
-        return Problem(key, "type", f"`{key}` must be {describe_type(hint)}, not {value!r}"), value
+        wanted = f"the name of an op of {spec.name} ({', '.join(spec.ops)})" if meta.get("op") else describe_type(hint)
+        written = "null" if value is None else repr(value)
+        return Problem(key, "type", f"`{key}` must be {wanted}, not {written}"), value
     if meta.get("device") and value is not None:
         try:
-            value = canonical_device(value)
+            value = {k: canonical_device(v) for k, v in value.items()} if isinstance(value, dict) else canonical_device(value)
         except ValueError as error:
             return Problem(key, "value", f"`{key}`: {error}"), value
     if meta.get("op") and value is not None and value not in spec.ops:

@@ -1,0 +1,131 @@
+"""Attention modules. In this version they are placed and computed by transformers' own attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktopt.graph import Module
+from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
+from ktopt.operators.names import upstream_names
+
+REASON = (
+    "transformers' attention computes the same function with its own cache; the absorbed, paged and flash variants are not in this "
+    "version"
+)
+SUMMARY = "places the attention module; transformers computes it"
+
+LATENT_ATTENTION = frozenset(
+    {
+        "AXK1Attention", "AXK2Attention", "BailingHybridAttention", "DeepseekV2Attention", "DeepseekV3Attention",
+        "DeepseekV2FlashAttention2", "DeepseekV3FlashAttention2", "DeepseekV32Attention", "Dots3NoteTextAttention",
+        "Glm4MoeLiteAttention", "Glm5NextTextAttention", "GlmMoeDsaAttention", "HYV4Attention", "HYV4VLAttention",
+        "KimiLinearAttention", "LongcatFlashMLA", "MiniCPM3Attention", "Mistral4Attention", "MistralLarge4TextAttention",
+        "YoutuAttention",
+    }
+)  # fmt: skip
+"""Simple names of the classes that hold multi-head latent attention (those with a kv_b_proj)."""
+
+
+def absorbed_by_transformers(value: object) -> str:
+    return "computed by transformers' attention; absorbed prefill is not in this version" if value else ""
+
+
+def is_latent(module: Module) -> bool:
+    """Whether a module is multi-head latent attention, by its class or one that a rule may name it by."""
+    dotted = (*module.cls.mro, *module.alias_classes)
+    return any(name.rpartition(".")[2] in LATENT_ATTENTION for name in dotted)
+
+
+def needs_latent(module: Module, config: OperatorConfig) -> str | None:
+    if is_latent(module):
+        return None
+    return f"{module.path} is a {module.cls.simple_name}, not multi-head latent attention: it has no kv_b_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(PlacedConfig):
+    """kwargs of attention modules without options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedAttentionConfig(PlacedConfig):
+    """kwargs of the attention modules that upstream gave a chunk size."""
+
+    chunk_size: int = option(1000, help="tokens of a prompt that attention takes at a time", aliases=("chunck_size",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(ChunkedAttentionConfig):
+    """kwargs of KDeepseekV2Attention and its like."""
+
+    absorb_for_prefill: bool = option(
+        False,
+        help="fold kv_b_proj into the query and output projections in prefill too",
+        ignored_when=absorbed_by_transformers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLatentAttentionConfig(ChunkedAttentionConfig):
+    """kwargs of flashinfer_attn, which upstream always absorbed."""
+
+    absorb_for_prefill: bool = option(
+        False, help="carried by upstream's files", ignored="upstream's class of this name never read it either"
+    )
+
+
+operator(
+    "KDeepseekV2Attention",
+    aliases=upstream_names("attention", "KDeepseekV2Attention"),
+    roles=("attention",),
+    summary=SUMMARY,
+    upstream="multi-head latent attention with kv_b_proj absorbed in decoding, on a paged latent cache where FlashInfer or Triton ran",
+    forward_changed=True,
+    reason=REASON,
+    refuses=needs_latent,
+)(LatentAttentionConfig)
+
+for _name, _upstream in {
+    "flashinfer_attn": "absorbed latent attention over the batching server's paged cache, by FlashInfer",
+    "deepseek_torch_attn": "the same in torch, for tests",
+}.items():
+    operator(
+        _name,
+        aliases=upstream_names("balance_serve_attention", _name),
+        roles=("attention",),
+        summary=SUMMARY,
+        upstream=_upstream,
+        forward_changed=True,
+        reason=REASON,
+        refuses=needs_latent,
+    )(ServedLatentAttentionConfig)
+
+PAGED = "grouped-query attention over the batching server's paged cache, by FlashInfer"
+
+for _name, _upstream in {
+    "KQwen2MoeAttention": PAGED,
+    "KQwen3MoeAttention": PAGED + "; query and key normed a head",
+    "KGlm4MoeAttention": PAGED,
+    "KQwen3NextAttention": PAGED + "; gated output",
+    "KSmallthinkerAttention": PAGED,
+    "KQwen3NextGatedDeltaNet": "the gated delta rule with states of many requests kept by the batching server",
+}.items():
+    operator(
+        _name,
+        aliases=upstream_names("balance_serve_attention", _name, *(("attention",) if _name == "KQwen3MoeAttention" else ())),
+        roles=("attention",),
+        summary=SUMMARY,
+        upstream=_upstream,
+        forward_changed=True,
+        reason=REASON,
+    )(ChunkedAttentionConfig)
+
+operator(
+    "KLlamaAttention",
+    aliases=upstream_names("attention", "KLlamaAttention"),
+    roles=("attention",),
+    summary=SUMMARY,
+    upstream="grouped-query attention; with long context set up, over a cache on the CPU that chose the blocks to attend to",
+    forward_changed=True,
+    reason=REASON,
+)(AttentionConfig)

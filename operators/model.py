@@ -1,0 +1,63 @@
+"""Model-level operators: upstream's loops over the layers, which moved tensors between devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ktopt.operator import OperatorConfig, operator, option
+from ktopt.operators.names import upstream_names
+
+REASON = "transformers' own loop over the layers runs; the plan derives the moves between devices and apply installs them"
+SUMMARY = "places the model's own buffers; transfers between layers are derived from the placement"
+
+
+def layer_wise(threshold: object) -> str:
+    if isinstance(threshold, int) and threshold > 0:
+        return "layer-wise prefill is not in this version: a long prompt is computed by the whole model at once; write 0"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(OperatorConfig):
+    """kwargs of the model-level operators."""
+
+    device: str | None = option(None, help="device on which the model starts", device=True)
+    generate_device: str | None = option(None, help="device of the weights that the model module itself owns", device=True)
+    per_layer_prefill_input_threshold: int = option(
+        30000,
+        help="longest prompt, in tokens, that is not computed layer by layer; 0 turns layer-wise prefill off",
+        aliases=("per_layer_prefill_intput_threshold",),
+        ignored_when=layer_wise,
+    )
+    transfer_map: dict[int, str] | None = option(None, help="device that hidden states move to before each of these layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaModelConfig(ModelConfig):
+    """kwargs of KLlamaModel."""
+
+    prefill_device: str | None = option(
+        None,
+        help="carried by upstream's long-context file",
+        device=True,
+        ignored="the model starts on `device`; upstream's class failed on this key",
+    )
+
+
+LOOP = "a loop over the layers that moved hidden states by transfer_map, and could load one layer at a time to prefill long prompts"
+
+for _name, _upstream, _config in (
+    ("KDeepseekV2Model", LOOP, ModelConfig),
+    ("KQwen2MoeModel", LOOP, ModelConfig),
+    ("KQwen3MoeModel", LOOP, ModelConfig),
+    ("KLlamaModel", LOOP + "; read the long-context settings from its own file and ran prompts in chunks", LlamaModelConfig),
+):
+    operator(
+        _name,
+        aliases=upstream_names("models", _name),
+        roles=("model",),
+        summary=SUMMARY,
+        upstream=_upstream,
+        forward_changed=True,
+        reason=REASON,
+    )(_config)
