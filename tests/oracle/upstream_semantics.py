@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oracle.upstream_trees import UpstreamModule
+from oracle.upstream_trees import UpstreamModule, is_inside
 
 DEFAULT_DEVICE = "cuda:0"
 
@@ -35,7 +35,7 @@ def resolve(rules: Sequence[dict[str, Any]], tree: Sequence[UpstreamModule]) -> 
     decisions: dict[str, Decision] = {}
     closed: str | None = None
     for module in tree:
-        if closed is not None and module.path.startswith(closed + "."):
+        if closed is not None and is_inside(module.path, closed):
             continue
         winner = first_match(rules, module)
         decisions[module.path] = decide(rules, winner)

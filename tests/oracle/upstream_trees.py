@@ -303,7 +303,7 @@ def as_graph(tree: list[UpstreamModule], config: Config, name: str = "", dtype: 
     ends: dict[int, int] = {}
     open_modules: list[int] = []  # indices of the module before this one and of its ancestors
     for index, module in enumerate(tree):
-        while open_modules and not _is_inside(module.path, modules[open_modules[-1]].path):
+        while open_modules and not is_inside(module.path, modules[open_modules[-1]].path):
             ends[open_modules.pop()] = index
         layer, expert = LAYER.search(module.path), EXPERT.search(module.path)
         modules.append(
@@ -326,5 +326,6 @@ def as_graph(tree: list[UpstreamModule], config: Config, name: str = "", dtype: 
     return ModuleGraph(finished, name, config.get("model_type", ""), architectures, dict(config))
 
 
-def _is_inside(path: str, ancestor: str) -> bool:
+def is_inside(path: str, ancestor: str) -> bool:
+    """Whether a path lies below another ("" is the root's)."""
     return not ancestor or path.startswith(ancestor + ".")
