@@ -32,25 +32,13 @@ class ModelConfig(OperatorConfig):
     transfer_map: dict[int, str] | None = option(None, help="device that hidden states move to before each of these layers")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaModelConfig(ModelConfig):
-    """kwargs of KLlamaModel."""
-
-    prefill_device: str | None = option(
-        None,
-        help="carried by upstream's long-context file",
-        device=True,
-        ignored="the model starts on `device`; upstream's class failed on this key",
-    )
-
-
 LOOP = "a loop over the layers that moved hidden states by transfer_map, and could load one layer at a time to prefill long prompts"
 
-for _name, _upstream, _config in (
-    ("KDeepseekV2Model", LOOP, ModelConfig),
-    ("KQwen2MoeModel", LOOP, ModelConfig),
-    ("KQwen3MoeModel", LOOP, ModelConfig),
-    ("KLlamaModel", LOOP + "; read the long-context settings from its own file and ran prompts in chunks", LlamaModelConfig),
+for _name, _upstream in (
+    ("KDeepseekV2Model", LOOP),
+    ("KQwen2MoeModel", LOOP),
+    ("KQwen3MoeModel", LOOP),
+    ("KLlamaModel", LOOP + "; read the long-context settings from its own file and ran prompts in chunks"),
 ):
     operator(
         _name,
@@ -60,4 +48,4 @@ for _name, _upstream, _config in (
         upstream=_upstream,
         forward_changed=True,
         reason=REASON,
-    )(_config)
+    )(ModelConfig)
