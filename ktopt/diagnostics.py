@@ -74,9 +74,7 @@ class Diagnostic:
             "message": self.message,
             "file": self.file,
             "span": span_json(self.span),
-            "related": [
-                {"message": r.message, "file": r.origin.file, "span": span_json(r.origin.span)} for r in self.related
-            ],
+            "related": [{"message": r.message, "file": r.origin.file, "span": span_json(r.origin.span)} for r in self.related],
             "help": self.help,
         }
 
@@ -93,9 +91,11 @@ class Report:
     """The findings of a run, in the order found; `sorted()` orders them by place."""
 
     items: list[Diagnostic] = field(default_factory=list)
+    _seen: set[Diagnostic] = field(default_factory=set, repr=False, compare=False)
 
     def add(self, diagnostic: Diagnostic) -> None:
-        if diagnostic not in self.items:
+        if diagnostic not in self._seen:
+            self._seen.add(diagnostic)
             self.items.append(diagnostic)
 
     def report(

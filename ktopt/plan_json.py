@@ -99,7 +99,9 @@ def plan_from_json(data: Mapping[str, Any], where: str = "plan") -> Plan:
     data = dict(data)
     found = data.pop("format", None)
     if found != FORMAT:
-        raise PlanFileError(f"{where}: plan format {found!r}; this ktopt reads format {FORMAT}. Make the plan again with `ktopt plan`")
+        raise PlanFileError(
+            f"{where}: plan format {found!r}; this ktopt reads format {FORMAT}. Make the plan again with `ktopt plan`"
+        )
     plan: Plan = _read(Plan, data, where)
     _check_plan(plan, where)
     return plan

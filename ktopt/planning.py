@@ -15,7 +15,7 @@ from ktopt import __version__
 from ktopt.diagnostics import Report, UsageError
 from ktopt.graph import Module, ModuleGraph
 from ktopt.match import Decision, Matches
-from ktopt.operator import Op, OperatorConfig, OperatorSpec
+from ktopt.operator import Op, OperatorConfig, OperatorSpec, without_effect
 from ktopt.placement import Hardware, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.registry import find
@@ -204,8 +204,7 @@ class _Planner:
         homes = [self._devices(self.ruleset.rules[i], place)[0] for i in decision.alias_rules]
         replicas = tuple(dict.fromkeys(d for d in homes if d != generate))
         config, runs = self._config(rule, generate, prefill)
-        says = rule.replace.operator.says(config) if hasattr(rule.replace.operator, "says") else ""
-        notes = [says] if says else []
+        notes = without_effect(config)
         notes += [f"{asked} gives way to {op}: {why}" for asked, (op, why) in runs.items()]
         if replicas:
             notes.append(f"one copy each on {', '.join((generate, *replicas))}: upstream had one per layer")
@@ -254,7 +253,9 @@ class _Planner:
             elif f.metadata.get("op") and value in spec.ops:
                 device = prefill if f.name.startswith("prefill") else generate
                 chosen, why = self._op_here(spec, spec.ops[value], device)
-                if chosen is not spec.ops[value]:
+                if f.name not in rule.replace.given:
+                    changes[f.name] = chosen.name  # nobody asked for an op: the default is the best one that runs there
+                elif chosen is not spec.ops[value]:
                     runs[value] = (chosen.name, why)
         return dataclasses.replace(config, **changes), runs
 

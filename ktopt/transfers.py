@@ -99,9 +99,7 @@ def _winner(ballot: Counter[str]) -> str:
     return [device for device, count in ballot.items() if count == most][-1]
 
 
-def _inside(
-    graph: ModuleGraph, steps: Sequence[Step], homes: Sequence[str], block: Module, on_spine: set[int]
-) -> list[Transfer]:
+def _inside(graph: ModuleGraph, steps: Sequence[Step], homes: Sequence[str], block: Module, on_spine: set[int]) -> list[Transfer]:
     found: list[Transfer] = []
     index = block.index
     while index < block.end:
