@@ -48,17 +48,22 @@ def run_stages(
     rules: Rules,
     model: Model | None = None,
     *,
+    weights: str | Path | None = None,
     device: str | None = None,
     dtype: str | None = None,
     hardware: Hardware | None = None,
     remap: Mapping[str, str] | None = None,
 ) -> Compilation:
-    """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file."""
+    """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
+
+    Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given.
+    """
     options = PlanOptions(device, dtype, hardware, remap or {})
     report = Report()
     source = rules if isinstance(rules, SourceFile) else read_source(rules)
     document = parse(source, report)
     ruleset = validate(document, report)
+    model = weights if model is None else model
     if model is None:
         return Compilation(document, ruleset, None, None, None, report)
     graph = model if isinstance(model, ModuleGraph) else load_tree(model)

@@ -260,8 +260,10 @@ class _Planner:
         return dataclasses.replace(config, **changes), runs
 
     def _op_here(self, spec: OperatorSpec, asked: Op, device: str) -> tuple[Op, str]:
-        """The op that runs for `asked` on `device`: itself, or the first counterpart that can, with the reason. An op that can't run
-        on the device that its rule names was an error of the validate stage; here only --remap brings that about."""
+        """The op that runs for `asked` on `device`: itself, or the first counterpart that can, with the reason.
+
+        That an op can't run on the device that its own rule names was an error of the validate stage; here only --remap does it.
+        """
         op, reasons = asked, []
         while True:
             if device_kind(device) not in op.devices:
