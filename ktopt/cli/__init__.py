@@ -1,0 +1,170 @@
+"""The command line: `ktopt COMMAND`. One file a command, imported only when it is the one asked for.
+
+A command module has `configure(parser)`, which adds its arguments, and `run(args)`, which returns an exit code: 0 clean, 1 findings
+or a refused operation, 2 wrong usage, 3 an error of ktopt's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from ktopt.diagnostics import CompileError, KtoptError, UsageError
+
+CLEAN, FINDINGS, USAGE, INTERNAL = 0, 1, 2, 3
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
+class Command(NamedTuple):
+    """A command: its module under ktopt.cli, one line on what it does, and an example that works in a checkout."""
+
+    module: str
+    summary: str
+    example: str
+
+
+_SMALL = "rules/smollm2/cpu.yaml --model smollm2-135m"
+COMMANDS = {
+    "check": Command("check", "find what is wrong with rule files", f"ktopt check {_SMALL}"),
+    "plan": Command("plan", "show what each module becomes, where it lives, and its bytes", f"ktopt plan {_SMALL}"),
+    "why": Command("why", "say which rule decided a module, and why the others didn't", f"ktopt why model.layers.3.mlp {_SMALL}"),
+    "diff": Command(
+        "diff", "compare two plans", "ktopt diff rules/smollm2/cpu.yaml rules/smollm2/reference.yaml --model smollm2-135m"
+    ),
+    "apply": Command(
+        "apply",
+        "write a folder that transformers loads, with the plan beside it",
+        "ktopt apply rules/smollm2/cpu.yaml --weights smollm2.gguf --out optimized",
+    ),
+    "run": Command(
+        "run",
+        "apply a rule file and answer a prompt",
+        'ktopt run rules/smollm2/cpu.yaml --weights smollm2.gguf --prompt "What is a compiler?"',
+    ),
+    "inspect": Command("inspect", "show a model's module tree", "ktopt inspect deepseek-v3"),
+    "operators": Command("operators", "list the operators, or show one", "ktopt operators KTransformersLinear"),
+    "graph": Command("graph", "draw a plan: modules, devices and transfers", f"ktopt graph {_SMALL} --format dot"),
+    "doctor": Command("doctor", "say what this machine has that ktopt can use", "ktopt doctor"),
+    "explain": Command("explain", "print the page of a finding's code", "ktopt explain KT302"),
+    "schema": Command("schema", "print a JSON Schema, for editors", "ktopt schema ruleset"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never raises for what a user did. With KTOPT_TRACEBACK=1, internal errors raise."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    drop_checkout_root()
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse, after it has printed help or what is wrong
+        return stop.code if isinstance(stop.code, int) else USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's own flush is quiet too
+        return PIPE_CLOSED
+    except CompileError as error:
+        from ktopt.cli.findings import print_report
+
+        print_report(error.report.sorted(), sys.stderr)
+        return FINDINGS
+    except KtoptError as error:
+        return complain(error, USAGE if isinstance(error, UsageError) else FINDINGS)
+    except Exception as error:
+        if os.environ.get("KTOPT_TRACEBACK"):
+            raise
+        return _internal(error, arguments)
+
+
+def complain(error: object, code: int = FINDINGS) -> int:
+    """Print "error: ..." to stderr and return `code`."""
+    from ktopt.cli.terminal import style_of
+
+    style = style_of(sys.stderr)
+    print(f"{style.paint('error:', 'red')} {error}", file=sys.stderr)
+    return code
+
+
+def _internal(error: Exception, arguments: Sequence[str]) -> int:
+    import shlex
+
+    what = str(error) or "no message"
+    complain(f"ktopt itself failed: {type(error).__name__}: {what}", INTERNAL)
+    print(
+        "This is a bug. Please report it with the traceback that this prints:\n"
+        f"  KTOPT_TRACEBACK=1 ktopt {shlex.join(arguments)}\nand with what `ktopt doctor` says.",
+        file=sys.stderr,
+    )
+    return INTERNAL
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return CLEAN if arguments else USAGE
+    if arguments[0] in ("-V", "--version"):
+        from ktopt import __version__
+
+        print(f"ktopt {__version__}")
+        return CLEAN
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise UsageError(_unknown_command(name))
+    module: Any = import_module(f"ktopt.cli.{COMMANDS[name].module}")
+    parser = parser_of(name, module)
+    code: int = module.run(parser.parse_args(rest))
+    return code
+
+
+def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
+    """The argument parser of a command."""
+    command = COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"ktopt {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        epilog=f"example:\n  {command.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.configure(parser)
+    return parser
+
+
+def overview() -> str:
+    """What `ktopt --help` prints."""
+    lines = [
+        "ktopt compiles rule files for transformers models: rules choose, module by module, what runs and where.",
+        "",
+        "usage: ktopt COMMAND ...        (ktopt COMMAND --help: its options and an example)",
+        "",
+        *(f"  {name:<11}{command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "example:",
+        f"  {COMMANDS['plan'].example}",
+    ]
+    return "\n".join(lines)
+
+
+def _unknown_command(name: str) -> str:
+    from ktopt.operator import nearest
+
+    near = nearest(name, COMMANDS)
+    hint = f"did you mean `ktopt {near}`?" if near else f"commands are {', '.join(COMMANDS)}"
+    return f"no command {name!r}; {hint}"
+
+
+def drop_checkout_root() -> None:
+    """Take the checkout's own root off sys.path, where `python -m ktopt` puts it: its kernels/ would be taken for the Hugging Face
+    package of that name, which transformers probes. An installed ktopt has no such root."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = os.path.realpath(os.path.dirname(package))
+    if os.path.isfile(os.path.join(root, "pyproject.toml")) and os.path.isdir(os.path.join(root, "kernels")):
+        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]

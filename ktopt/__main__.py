@@ -1,0 +1,7 @@
+"""`python -m ktopt` is `ktopt`."""
+
+import sys
+
+from ktopt.cli import main
+
+sys.exit(main())

@@ -1,0 +1,96 @@
+"""`ktopt check`: what is wrong with rule files, with place and remedy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ktopt.cli.findings import at_least, count, print_report, sources_of
+from ktopt.cli.lock import lock_differences
+from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument
+from ktopt.cli.terminal import style_of
+from ktopt.compiler import run_stages
+from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
+from ktopt.render import FORMATS
+from ktopt.render.style import plural
+from ktopt.source import SourceFile
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rules", nargs="+", metavar="RULES", help="rule files, or - for standard input")
+    add_model(parser)
+    add_target(parser)
+    parser.add_argument("--format", choices=FORMATS, default="full", help="full (with source lines), concise, json or jsonl")
+    parser.add_argument(
+        "--fail-on", choices=[str(s) for s in Severity], default="error", help="gravity from which findings make the exit code 1"
+    )
+    parser.add_argument("--stdin-filename", metavar="NAME", help="what messages call standard input")
+    parser.add_argument("--locked", action="store_true", help="fail where the plan differs from RULES.lock.json (see plan --lock)")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show infos too; json and jsonl always do")
+
+
+def run(args: argparse.Namespace) -> int:
+    model = _load(model_argument(args, required=False))
+    if args.locked and model is None:
+        raise UsageError("--locked compares the plan, which needs --model")
+    options = compile_options(args)
+    found: list[Diagnostic] = []
+    sources: dict[str, SourceFile] = {}
+    failed = False
+    for name in args.rules:
+        try:
+            diagnostics, texts, plan = _check(name, args.stdin_filename, model, options)
+        except CompileError as error:  # the file can't be read
+            diagnostics, texts, plan = error.report.sorted(), {}, None
+        found += [d for d in diagnostics if d not in found]
+        sources |= texts
+        if args.locked and plan is not None:
+            failed |= _differs_from_lock(name, plan)
+    _print(args, found, sources, model is not None)
+    return 1 if failed or at_least(found, Severity(args.fail_on)) else 0
+
+
+def _load(model: str | None) -> Any:
+    """The tree, built once for all files."""
+    if model is None:
+        return None
+    from ktopt.trees import load_tree
+
+    return load_tree(model)
+
+
+def _check(name: str, stdin_name: str | None, model: Any, options: dict[str, Any]) -> tuple[list[Diagnostic], dict[str, Any], Any]:
+    compilation = run_stages(rules_argument(name, stdin_name), model, **options)
+    return compilation.report.sorted(), sources_of(compilation.document), compilation.plan
+
+
+def _differs_from_lock(name: str, plan: Any) -> bool:
+    differences = lock_differences(name, plan)
+    for line in differences:
+        print(line, file=sys.stderr)
+    return bool(differences)
+
+
+def _print(args: argparse.Namespace, found: list[Diagnostic], sources: dict[str, SourceFile], with_model: bool) -> None:
+    if args.format in ("json", "jsonl"):
+        print_report(found, sys.stdout, format=args.format)
+        return
+    lowest = Severity.INFO if args.verbose or args.fail_on == "info" else Severity.WARNING
+    shown = at_least(found, lowest)
+    print_report(shown, sys.stdout, sources, args.format)
+    print(("\n" if shown and args.format == "full" else "") + _summary(args, found, len(found) - len(shown), with_model))
+
+
+def _summary(args: argparse.Namespace, found: list[Diagnostic], hidden: int, with_model: bool) -> str:
+    style = style_of(sys.stdout)
+    files = plural(len(args.rules), "file")
+    grave = at_least(found, Severity.WARNING)
+    if grave:
+        worst = "red" if any(d.severity is Severity.ERROR for d in grave) else "yellow"
+        text = style.paint(f"Found {count(grave)} in {files}", worst)
+    else:
+        text = style.paint(f"No problems in {files}", "green")
+    if hidden:
+        text += f", and {plural(hidden, 'info')} (-v shows them)"
+    return text + "." + ("" if with_model else " Selection and placement are checked with --model only.")

@@ -1,0 +1,116 @@
+"""`ktopt doctor`: what this machine has that ktopt can use, from package metadata and /proc; torch is not imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from ktopt import __version__
+from ktopt.cli.terminal import size, style_of
+from ktopt.hardware import cpu_model, detect
+from ktopt.placement import Hardware
+
+NEEDED = ("torch", "transformers", "gguf", "safetensors", "numpy")
+USEFUL_FEATURES = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx", "neon", "asimd", "sve")
+FLASHINFER_SM = 75
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = gather()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(_text(facts))
+    return 1 if facts["missing"] or any(p["error"] for p in facts["operator_plugins"]) else 0
+
+
+def gather() -> dict[str, Any]:
+    """The facts as plain values: versions, machine, flashinfer, operator plug-ins, and the needed packages that are missing."""
+    machine = detect()
+    versions = {name: _version(name) for name in NEEDED}
+    return {
+        "ktopt": __version__,
+        "python": platform.python_version(),
+        "packages": versions,
+        "missing": [name for name, found in versions.items() if found is None],
+        "os": platform.platform(terse=True),
+        "cpu": {
+            "model": cpu_model(),
+            "cores": machine.cores,
+            "features": [f for f in USEFUL_FEATURES if f in machine.cpu_features],
+        },
+        "ram_bytes": machine.ram_bytes,
+        "gpus": [{"name": d.name, "model": d.model, "memory_bytes": d.memory_bytes, "sm": d.sm} for d in machine.devices],
+        "flashinfer": flashinfer(_version("flashinfer-python"), machine),
+        "operator_plugins": plugins(),
+    }
+
+
+def flashinfer(installed: str | None, machine: Hardware) -> dict[str, Any]:
+    """Whether FlashInfer's attention can be used, and where not, why."""
+    why = ""
+    if installed is None:
+        why = 'not installed; pip install "ktopt[cuda]"'
+    elif not machine.devices:
+        why = "no NVIDIA GPU found (nvidia-smi lists none)"
+    elif all((d.sm or 0) < FLASHINFER_SM for d in machine.devices):
+        why = f"no GPU of compute capability {FLASHINFER_SM / 10} or later"
+    return {"version": installed, "usable": not why, "why_not": why}
+
+
+def plugins() -> list[dict[str, str]]:
+    """Operator plug-ins of other packages (entry-point group ktopt.operators), each with the error of importing it, or ""."""
+    found = []
+    for entry in entry_points(group="ktopt.operators"):
+        if entry.value.startswith("ktopt."):
+            continue
+        error = ""
+        try:
+            entry.load()
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        found.append({"name": entry.name, "module": entry.value, "error": error})
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _text(facts: dict[str, Any]) -> str:
+    style = style_of(sys.stdout)
+
+    def row(name: str, value: str, fine: bool | None = None) -> str:
+        mark = {True: style.paint("ok", "green"), False: style.paint("no", "red"), None: "  "}[fine]
+        return f"{mark}  {name:<13} {value}"
+
+    cpu = facts["cpu"]
+    lines = [row("ktopt", facts["ktopt"]), row("python", f"{facts['python']} ({facts['os']})")]
+    lines += [row(name, found or f"missing: pip install {name}", found is not None) for name, found in facts["packages"].items()]
+    lines.append(
+        row("cpu", f"{cpu['model'] or 'unknown'}, {cpu['cores']} cores; {' '.join(cpu['features']) or 'no known features'}")
+    )
+    lines.append(row("ram", size(facts["ram_bytes"]) if facts["ram_bytes"] else "unknown"))
+    for gpu in facts["gpus"]:
+        sm = f", compute capability {gpu['sm'] / 10}" if gpu["sm"] else ""
+        lines.append(row(gpu["name"], f"{gpu['model']}, {size(gpu['memory_bytes'])}{sm}", True))
+    if not facts["gpus"]:
+        lines.append(row("gpu", "none found; rule files for GPUs run here with --remap cuda=cpu"))
+    infer = facts["flashinfer"]
+    lines.append(
+        row("flashinfer", infer["version"] if infer["usable"] else f"not usable: {infer['why_not']}", infer["usable"] or None)
+    )
+    for plugin in facts["operator_plugins"]:
+        lines.append(row("plug-in", f"{plugin['name']} ({plugin['module']}) {plugin['error']}".rstrip(), not plugin["error"]))
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""Options that several commands share, and the arguments of the compiler that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktopt.diagnostics import UsageError
+from ktopt.parse import read_source
+from ktopt.source import SourceFile
+
+
+def add_model(parser: argparse.ArgumentParser, *, weights: bool = True) -> None:
+    """--model, and --weights, which is the model where it is a GGUF file or a model folder and no --model is given."""
+    parser.add_argument(
+        "--model", "-m", metavar="M", help="a shipped name (ktopt inspect lists them), a model folder, a config.json or a GGUF file"
+    )
+    if weights:
+        parser.add_argument(
+            "--weights", "-w", metavar="W", help="GGUF file or folder, or safetensors folder; is the model too if none"
+        )
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The machine and how the plan is laid on it."""
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--hardware",
+        metavar="H",
+        help="machine to plan for: here, a preset (cpu, 1x24GB, 8x80GB+512GB), or a file that describes it",
+    )
+    group.add_argument(
+        "--device", metavar="D", help="where modules go that nothing places (default: cuda:0 for list files, else cpu)"
+    )
+    group.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="what weights are held in (default: the model's)"
+    )
+    group.add_argument(
+        "--remap", metavar="FROM=TO", action="append", default=[], help="put TO in FROM's place, such as cuda=cpu; repeatable"
+    )
+
+
+def rules_argument(text: str, stdin_name: str | None = None) -> str | SourceFile:
+    """The rule file that a command line names: a path, "-" for standard input, or a shipped set such as smollm2/cpu."""
+    if text == "-":
+        source = read_source("-")
+        return replace(source, path=stdin_name) if stdin_name else source
+    if Path(text).exists():
+        return text
+    name = text.replace("\\", "/").removeprefix("rules/").removesuffix(".yaml")
+    return str(shipped_rules().get(name, text))
+
+
+def shipped_rules() -> dict[str, Path]:
+    """Rule sets that come with ktopt, by name: "smollm2/cpu" -> its file."""
+    from importlib.resources import files
+
+    root = Path(str(files("ktopt.rules")))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.glob("*/*.yaml"))}
+
+
+def model_argument(args: argparse.Namespace, *, required: bool = True) -> str | None:
+    """--model, or else --weights where that tells the model. UsageError where one is needed and there is none."""
+    weights: str | None = getattr(args, "weights", None)
+    model: str | None = args.model
+    if model is None and weights is not None and _tells_model(Path(weights)):
+        return weights
+    if model is None and required:
+        raise UsageError(
+            "which model? Give --model: a shipped name such as deepseek-v3, a model folder, a config.json or a GGUF file"
+        )
+    return model
+
+
+def _tells_model(weights: Path) -> bool:
+    return weights.suffix == ".gguf" or (weights / "config.json").is_file() or any(weights.glob("*.gguf"))
+
+
+def weights_argument(args: argparse.Namespace) -> str:
+    """--weights, or --model where that is a GGUF file or a folder with weights. UsageError where there are none, or the path isn't
+    there."""
+    weights: str | None = args.weights
+    if weights is None and args.model is not None and _holds_weights(Path(args.model)):
+        weights = args.model
+    if weights is None:
+        raise UsageError("where are the weights? Give --weights: a GGUF file, or a folder of GGUF or safetensors files")
+    if not Path(weights).exists():
+        raise UsageError(f"--weights {weights}: no such file or folder")
+    return weights
+
+
+def _holds_weights(model: Path) -> bool:
+    return model.suffix == ".gguf" or any(model.glob("*.safetensors")) or any(model.glob("*.gguf"))
+
+
+def compile_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of compiler.run_stages."""
+    hardware = None
+    if args.hardware:
+        from ktopt.hardware import load_hardware
+
+        hardware = load_hardware(args.hardware)
+    return {"hardware": hardware, "device": args.device, "dtype": args.dtype, "remap": remap_argument(args.remap)}
+
+
+def remap_argument(pairs: list[str]) -> dict[str, str]:
+    """{"cuda": "cpu"} of ["cuda=cpu"]; commas may separate several. UsageError for what isn't FROM=TO."""
+    remap: dict[str, str] = {}
+    for pair in (part for text in pairs for part in text.split(",")):
+        source, equals, target = (part.strip() for part in pair.partition("="))
+        if not (source and equals and target):
+            raise UsageError(f"--remap {pair}: write FROM=TO, such as cuda=cpu or cuda:1=cuda:0")
+        remap[source] = target
+    return remap
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a result file, or to standard output for "-". UsageError where it can't be written."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: can't be written: {error.strerror}") from None

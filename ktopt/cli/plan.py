@@ -1,0 +1,87 @@
+"""`ktopt plan`: what each module becomes, as a table, as JSON, or as a lock file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ktopt.cli.findings import at_least, count, print_report, sources_of
+from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.terminal import columns, style_of
+from ktopt.compiler import Compilation, run_stages
+from ktopt.diagnostics import KtoptError, Severity, UsageError
+from ktopt.plan import Plan
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rules", metavar="RULES", help="a rule file, - for standard input, or a shipped set such as smollm2/cpu")
+    add_model(parser)
+    add_target(parser)
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON, for ktopt apply and ktopt diff")
+    parser.add_argument("--lock", action="store_true", help="write RULES.lock.json, which ktopt check --locked compares with")
+    parser.add_argument("--all", action="store_true", help="show modules too that have no weights and no rule")
+
+
+def run(args: argparse.Namespace) -> int:
+    compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
+    plan = compilation.plan
+    errors = show_findings(compilation)
+    if plan is None:
+        return 1
+    ask_for_hardware(compilation)
+    if args.lock:
+        _write_lock(args.rules, plan)
+    if args.output:
+        from ktopt.plan_json import dump_plan
+
+        write_text(args.output, dump_plan(plan))
+        print(f"wrote {args.output}", file=sys.stderr)
+    if args.output != "-":
+        show(plan, args)
+    return 1 if errors else 0
+
+
+def show(plan: Plan, args: argparse.Namespace) -> None:
+    """Print the plan as --format says."""
+    if args.format == "json":
+        from ktopt.plan_json import dump_plan
+
+        sys.stdout.write(dump_plan(plan))
+        return
+    from ktopt.cli.plan_table import plan_table
+
+    sys.stdout.write(plan_table(plan, columns(sys.stdout), style_of(sys.stdout), everything=args.all))
+
+
+def show_findings(compilation: Compilation) -> bool:
+    """Print warnings and errors to stderr; whether there are errors."""
+    shown = at_least(compilation.report.sorted(), Severity.WARNING)
+    if shown:
+        print_report(shown, sys.stderr, sources_of(compilation.document))
+        print(f"\n{count(shown)}", file=sys.stderr)
+    return any(d.severity is Severity.ERROR for d in shown)
+
+
+def ask_for_hardware(compilation: Compilation) -> None:
+    """KtoptError where a rule's `when:` asks about a machine that nobody described."""
+    matches, ruleset = compilation.matches, compilation.ruleset
+    if matches is None or ruleset is None or not matches.needs_hardware:
+        return
+    rules = [ruleset.rules[i] for i in matches.needs_hardware]
+    places = ", ".join(f"{rule.id} ({rule.origin})" for rule in rules)
+    raise KtoptError(
+        f"whether these rules hold depends on the machine: {places}\n"
+        "  Say which: --hardware here (this one), a preset such as 1x24GB, or a file that describes it"
+    )
+
+
+def _write_lock(rules: str, plan: Plan) -> None:
+    if rules == "-":
+        raise UsageError("--lock writes beside the rule file, and standard input has no place")
+    from ktopt.cli.lock import lock_path
+    from ktopt.plan_json import dump_lock
+
+    path = lock_path(rules)
+    write_text(str(path), dump_lock(plan))
+    print(f"wrote {path}", file=sys.stderr)
