@@ -66,6 +66,33 @@ class Scalar:
     style: str = ""
     raw: str = ""
 
+    def part(self, offset: int, length: int = 1) -> Span:
+        """Where characters of a string value stand in the file, quotes and escapes reckoned with; the whole span where the scalar
+        takes several lines."""
+        widths = _character_widths(self.raw, self.style)
+        if self.span.start.line != self.span.end.line or len(widths) != len(str(self.value)):
+            return self.span
+        start = self.span.start.column + bool(self.style) + sum(widths[:offset])
+        return Span.at(self.span.start.line, start, sum(widths[offset : offset + length]) or 1)
+
+
+_ESCAPE_WIDTHS = {"x": 4, "u": 6, "U": 10}
+
+
+def _character_widths(raw: str, style: str) -> list[int]:
+    """How many characters of a scalar as written make each character of its value."""
+    widths: list[int] = []
+    at, end = (1, len(raw) - 1) if style else (0, len(raw))
+    while at < end:
+        width = 1
+        if style == "'" and raw[at] == "'":
+            width = 2
+        elif style == '"' and raw[at] == "\\":
+            width = _ESCAPE_WIDTHS.get(raw[at + 1], 2)
+        widths.append(width)
+        at += width
+    return widths
+
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
