@@ -103,6 +103,7 @@ class OperatorSpec:
     lost             what is lost by using it here (NPU and XPU names): makes a warning
     footprint        bytes of one module under this config and dtype
     refuses          why it can't take this module under this config, or None
+    says             what a plan has to say of this config: values that have no effect in this version ("" for nothing)
     """
 
     name: str
@@ -118,6 +119,7 @@ class OperatorSpec:
     lost: str = ""
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
+    says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))
 
     def fits(self, module: Module) -> bool:
         return not self.roles or module.role in self.roles

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ktopt.graph import Module
 from ktopt.operator import Op, OperatorConfig, operator, option
 from ktopt.operators.attention import LatentAttentionConfig, needs_latent
-from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, NO_CPU_KERNEL, ExpertsConfig
+from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, NO_CPU_KERNEL, ExpertsConfig, not_gated_and_fused
 from ktopt.operators.linear import LINEAR_OPS, LinearConfig
 from ktopt.operators.mlp import MlpConfig
 from ktopt.operators.moe import MoeConfig
@@ -103,6 +103,7 @@ operator(
     summary="KTransformersExperts on any torch device",
     upstream="the experts on the CPU, fed from an Ascend NPU",
     forward_changed=True,
+    refuses=not_gated_and_fused,
     lost="the overlap of the NPU with the CPU's experts",
 )(W8A8ExpertsConfig)
 

@@ -79,7 +79,7 @@ operator(
     aliases=upstream_names("attention", "KDeepseekV2Attention"),
     roles=("attention",),
     summary=SUMMARY,
-    upstream="multi-head latent attention with kv_b_proj absorbed in decoding, on a paged latent cache where FlashInfer or Triton ran",
+    upstream="latent attention with kv_b_proj absorbed in decoding, over a paged latent cache where FlashInfer or Triton ran",
     forward_changed=True,
     reason=REASON,
     refuses=needs_latent,

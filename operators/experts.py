@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ktopt.operator import Op, PlacedConfig, operator, option
+from ktopt.graph import Module
+from ktopt.operator import Op, OperatorConfig, PlacedConfig, operator, option
 from ktopt.operators.names import upstream_names
 from ktopt.placement import DEVICE_KINDS
 
@@ -50,6 +51,22 @@ class ExpertsConfig(PlacedConfig):
     backend: Backend = option("llamafile", help="KExpertsCPU: kernel that computes on the CPU")
 
 
+def not_gated_and_fused(module: Module, config: OperatorConfig) -> str | None:
+    """Why these experts can't be taken over: only gate_up_proj (experts, 2 x intermediate, hidden) and down_proj (experts, hidden,
+    intermediate) can, without biases, or a ModuleList of experts, which its block calls one by one."""
+    shapes = {tensor.name: tensor.shape for tensor in module.tensors}
+    if not shapes:
+        return None
+    unknown = sorted(set(shapes) - {"gate_up_proj", "down_proj"})
+    if unknown or len(shapes) != 2:
+        held = ", ".join(sorted(shapes))
+        return f"{module.path} ({module.cls.simple_name}) holds {held}; only gate_up_proj and down_proj can be taken over"
+    gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
+    if len(gate_up) != 3 or len(down) != 3 or gate_up[1:] != (2 * down[2], down[1]):
+        return f"{module.path} ({module.cls.simple_name}) holds its weights transposed: gate_up_proj {gate_up}, down_proj {down}"
+    return None
+
+
 IMPLEMENTATION = "ktopt.operators.modules.experts:KTransformersExperts"
 SUMMARY = "the experts of one layer in grouped matrix products, called as experts(hidden_states, top_k_index, top_k_weights)"
 
@@ -62,12 +79,13 @@ operator(
     summary=SUMMARY,
     upstream="held one op for prefill and one for decoding; the CPU op ran a layer's experts in a pool of threads beside the GPU",
     forward_changed=True,
+    refuses=not_gated_and_fused,
 )(ExpertsConfig)
 
 SERVE_VARIANTS = {
     "KTransformersExpertsV2": "the same for the batching server: the number of tokens in use came with each call",
-    "KGlm4Experts": "KTransformersExpertsV2 for GLM-4.5, whose config names the number of experts otherwise",
-    "KSmallthinkerExperts": "KTransformersExpertsV2 for SmallThinker, whose experts use ReLU",
+    "KGlm4Experts": "KTransformersExpertsV2 for GLM-4.5; made no op for prefill, whatever prefill_op said",
+    "KSmallthinkerExperts": "KTransformersExpertsV2 for SmallThinker; made no op for prefill, whatever prefill_op said",
 }
 
 for _name, _upstream in SERVE_VARIANTS.items():
@@ -80,4 +98,5 @@ for _name, _upstream in SERVE_VARIANTS.items():
         summary=SUMMARY + '; prefill_op: "None" means that generate_op does prefill too',
         upstream=_upstream,
         forward_changed=True,
+        refuses=not_gated_and_fused,
     )(ExpertsConfig)

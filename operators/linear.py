@@ -63,7 +63,7 @@ LINEAR_OPS = (
     roles=("linear", "router"),
     implementation="ktopt.operators.modules.linear:KTransformersLinear",
     ops={op.name: op for op in LINEAR_OPS},
-    summary="a linear layer computed by the op that the rule names; a router keeps its own forward and only its weight is taken over",
+    summary="a linear layer computed by the op that the rule names; a router keeps its own forward",
     upstream="held one op for prefill and one for decoding, and loaded the weight into the one in use",
     forward_changed=True,
 )

@@ -20,13 +20,13 @@ ROTARY = {
     "RotaryEmbedding": (REBUILT, False),
     "RotaryEmbeddingV2": (REBUILT, False),
     "RotaryEmbeddingV3": (OWN + "without scaling", True),
-    "RotaryEmbeddingV4": (OWN + "for half of the head where the config says so", True),
+    "RotaryEmbeddingV4": (OWN + "without scaling, for the batching server", True),
     "YarnRotaryEmbedding": (REBUILT, False),
     "YarnRotaryEmbeddingV3": (OWN + "scaled as YaRN does", True),
     "DynamicNTKScalingRotaryEmbedding": (REBUILT, False),
-    "KQwen3MoeRotaryEmbedding": (OWN + "from the config's head_dim", True),
-    "KSmallthinkerRotaryEmbedding": (OWN + "from the config's head_dim", True),
-    "KGlm4MoeRotaryEmbedding": (OWN + "for the rotated part of the head", True),
+    "KQwen3MoeRotaryEmbedding": (REBUILT, False),
+    "KSmallthinkerRotaryEmbedding": (REBUILT, False),
+    "KGlm4MoeRotaryEmbedding": (REBUILT, False),
 }
 
 for _name, (_upstream, _changed) in ROTARY.items():

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig
 from ktopt.plan import Step
@@ -49,18 +50,35 @@ class BuildContext:
         """The full name of a parameter of this module."""
         return f"{self.step.path}.{parameter}" if self.step.path else parameter
 
+    @property
+    def op(self) -> str:
+        """The inner op that runs: the rule's generate_op, or the op that the plan put in its place."""
+        asked: str = getattr(self.config, "generate_op", "")
+        return self.step.runs.get(asked, (asked, ""))[0]
+
+    def require_op(self, op: str) -> None:
+        """KtoptError unless `op` is the one that runs."""
+        if self.op != op:
+            raise KtoptError(f"{self.step.path}: the plan asks for {self.op}, which this version can't run; it can run {op}")
+
 
 @runtime_checkable
 class Loads(Protocol):
     """An operator module that loads its own tensors. One without this method has each own parameter and persistent buffer loaded by
-    its name, in the context's dtype, onto the context's device."""
+    its name, onto the context's device, in the dtype that it has on meta: the context's dtype, or another that its class insists
+    on (a router whose weight transformers keeps in float32). Submodules that `build` kept load as they would without operator."""
 
-    def load_tensors(self, context: BuildContext) -> None: ...
+    def load_tensors(self, context: BuildContext) -> None:
+        """Fill every parameter and buffer of the module, non-persistent ones too. `context.tensors` is not None here."""
+        ...
 
 
 class Builds(Protocol):
-    """An implementation class: `build` makes the replacement on the meta device from the original module, which it may keep parts of.
-    It raises KtoptError where the original is not what it can replace."""
+    """An implementation class."""
 
     @classmethod
-    def build(cls, original: nn.Module, context: BuildContext) -> nn.Module: ...
+    def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
+        """The replacement, made on the meta device. It may keep parts of the original, or be the original where nothing changes. It
+        has the original's parameter names and answers the same calls. Raises KtoptError where it can't replace the original, which
+        is left as it was."""
+        ...

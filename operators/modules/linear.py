@@ -1,0 +1,43 @@
+"""KTransformersLinear with KLinearTorch: a weight held dequantised in the plan's dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ktopt.diagnostics import KtoptError
+from ktopt.operators.modules.base import BuildContext
+
+
+class KTransformersLinear(nn.Linear):
+    """y = x W^T + b with W (out_features, in_features) and b (out_features) in the plan's dtype.
+
+    An input of another dtype is computed in the weight's dtype and the result returned in the input's, so that a bfloat16 layer can
+    stand in a float32 model. Where both are one dtype the result equals nn.Linear's bit for bit. Tensors are not moved between
+    devices here: the plan's transfers do that.
+    """
+
+    @classmethod
+    def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
+        """A meta module of the original's size. A router is returned as it is: what it computes beyond the product is its own."""
+        if context.module.role == "router":
+            return original
+        if not isinstance(original, nn.Linear) or type(original).forward is not nn.Linear.forward:
+            raise KtoptError(
+                f"{context.step.path} is a {type(original).__name__}, which computes more than a matrix product: "
+                "KTransformersLinear replaces torch.nn.Linear only; take it out of the rule, or use `default`"
+            )
+        context.require_op("KLinearTorch")
+        made = cls(
+            original.in_features,
+            original.out_features,
+            bias=original.bias is not None,
+            device="meta",
+            dtype=context.dtype,
+        )
+        return made.requires_grad_(False).train(original.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in_features) to (..., out_features), in x's dtype."""
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
