@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from ktopt.cli.folding import fold_paths
-from ktopt.cli.table import Column, layout
+from ktopt.cli.table import Column, layout, wrap_path
 from ktopt.cli.terminal import size
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
@@ -20,12 +19,12 @@ COLUMNS = (
     Column("operator"),
     Column("op"),
     Column("device"),
-    Column("prefill"),
     Column("bytes", right=True),
     Column("line", right=True, dim=True),
 )
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MAX_TRANSFERS = 12
+OPERATOR_WIDTH = 24
 
 
 @dataclass
@@ -90,37 +89,38 @@ def _treatment(step: Step) -> Any:
 
 
 def _join_siblings(rows: list[Row]) -> list[Row]:
-    """Neighbouring rows of one parent that differ in their last name only: "mlp.{gate_proj,up_proj,down_proj}"."""
-    joined: list[Row] = []
-    for _, group in groupby(rows, key=lambda row: (row.pattern.rpartition(".")[0], row.count, _treatment(row.step))):
-        members = list(group)
-        parent = members[0].pattern.rpartition(".")[0]
-        if len(members) == 1 or not parent:
-            joined += members
-            continue
-        names = ",".join(row.pattern.rpartition(".")[2] for row in members)
-        joined.append(Row(f"{parent}.{{{names}}}", sum(r.count for r in members), sum(r.nbytes for r in members), members[0].step))
-    return joined
+    """Rows of one parent that differ in their last name only, as one: "mlp.{gate_proj,up_proj,down_proj}"."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        parent = row.pattern.rpartition(".")[0]
+        groups.setdefault((parent, row.count, _treatment(row.step)) if parent else row.pattern, []).append(row)
+    return [_joined(group) for group in groups.values()]
+
+
+def _joined(rows: list[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    parent = rows[0].pattern.rpartition(".")[0]
+    names = ",".join(row.pattern.rpartition(".")[2] for row in rows)
+    return Row(f"{parent}.{{{names}}}", sum(r.count for r in rows), sum(r.nbytes for r in rows), rows[0].step)
 
 
 def _op(step: Step) -> str:
-    """The op that generates, and the one that runs in its place."""
+    """The op that generates, and below it the one that runs in its place."""
     asked = step.kwargs.get("generate_op")
     if not isinstance(asked, str):
         return ""
-    return f"{asked}>{step.runs[asked][0]}" if asked in step.runs else asked
+    return f"{asked}\n>{step.runs[asked][0]}" if asked in step.runs else asked
 
 
 def _cells(plan: Plan, row: Row) -> list[str]:
     step = row.step
-    device = ",".join((step.generate_device, *step.replicas))
     return [
         row.pattern,
         f"x{row.count:,}" if row.count > 1 else "",
-        step.operator,
+        "\n".join(wrap_path(step.operator, OPERATOR_WIDTH)),
         _op(step),
-        device,
-        step.prefill_device if step.prefill_device != step.generate_device else "",
+        "\n".join((step.generate_device, *step.replicas)),
         size(row.nbytes) if row.nbytes else "-",
         str(plan.rules[step.rule].line) if step.rule is not None else "-",
     ]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ktopt.render.style import PLAIN, Style, printable, width
 
 GAP = 2
-LEAST = 32
-"""The first column is never made narrower than this."""
+LEAST = 24
+"""The first column is never made narrower than this, unless the caller says so."""
 
 
 class Column(NamedTuple):
@@ -21,14 +21,16 @@ class Column(NamedTuple):
     dim: bool = False
 
 
-def layout(columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, style: Style = PLAIN) -> str:
+def layout(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int, style: Style = PLAIN, *, least: int = LEAST
+) -> str:
     """The table as lines of at most `limit` columns where its fixed columns leave room. Columns that are empty throughout are left
     out; a cell of several lines takes several."""
     used = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
     columns = [columns[i] for i in used]
     cells = [[[printable(line) for line in row[i].split("\n")] for i in used] for row in rows]
     widths = [max([width(c.title), *(width(line) for row in cells for line in row[i])]) for i, c in enumerate(columns)]
-    widths[0] = max(LEAST, min(widths[0], limit - sum(widths[1:]) - GAP * (len(widths) - 1)))
+    widths[0] = max(least, min(widths[0], limit - sum(widths[1:]) - GAP * (len(widths) - 1)))
     lines = [style.paint(_line(columns, [c.title for c in columns], widths, PLAIN), "bold")]
     for row in cells:
         row[0] = wrap_path(row[0][0], widths[0])
