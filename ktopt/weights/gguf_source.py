@@ -1,0 +1,90 @@
+"""A GGUF model as a WeightSource: parameters by transformers' names, read one at a time from the mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktopt.weights.gguf import GGUFFile, open_gguf
+from ktopt.weights.gguf_config import config_from_gguf
+from ktopt.weights.names import GGUFNames, check_model_type
+from ktopt.weights.recipes import Recipe, assemble, gathered
+from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+
+class GGUFSource:
+    """The weights in a GGUF file, or in the files of a split model. `config` is the model's, to refuse a file of another model."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        self.file: GGUFFile = open_gguf(path)
+        try:
+            check_model_type(self.file.architecture, str((config or {}).get("model_type", "")), str(self.file.path))
+            self._names = GGUFNames(self.file)
+        except BaseException:
+            self.file.close()
+            raise
+        self.path = Path(path)
+        self._recipes: dict[str, Recipe | None] = {}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.file.files
+
+    def __contains__(self, name: str) -> bool:
+        return self._recipe(name) is not None
+
+    def names(self) -> Iterator[str]:
+        return self._names.names()
+
+    def stored(self, name: str) -> StoredTensor:
+        recipe = self._needed(name)
+        tensors = [self.file.tensors[part.stored] for part in recipe.parts]
+        return StoredTensor(
+            name,
+            tuple(t.name for t in tensors),
+            recipe.shape,
+            tuple(t.type for t in tensors),
+            sum(t.nbytes for t in tensors),
+            self.file.file_of(tensors[0]),
+        )
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        recipe = self._needed(name)
+        try:
+            return assemble(recipe, self._fetch, dtype, device)
+        except WeightError as error:
+            raise WeightError(f"{self.path}: {name}: {error}") from None
+
+    def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
+        recipe = self._needed(name)
+        if not recipe.as_stored:
+            raise WeightError(f"{self.path}: {name} can't be handed out as stored: the file has it transposed or shifted, use read")
+        return [(kind, shape, gathered(part, raw, kind, shape)) for part in recipe.parts for raw, kind, shape in [self._fetch(part.stored)]]
+
+    def config(self) -> Mapping[str, Any]:
+        """The model's config in transformers' terms, from the metadata."""
+        return config_from_gguf(self.file)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _fetch(self, stored: str) -> tuple[numpy.ndarray[Any, Any], str, tuple[int, ...]]:
+        tensor = self.file.tensors[stored]
+        return self.file.bytes_of(tensor), tensor.type, tensor.shape
+
+    def _recipe(self, name: str) -> Recipe | None:
+        if name not in self._recipes:
+            self._recipes[name] = self._names.recipe(name)
+        return self._recipes[name]
+
+    def _needed(self, name: str) -> Recipe:
+        recipe = self._recipe(name)
+        if recipe is None:
+            called = self._names.stored_name(name)
+            raise MissingTensor(f"{self.path} has no {called or 'tensor'} for the parameter {name}")
+        return recipe

@@ -1,0 +1,122 @@
+"""How a model's parameter is put together from what a file stores: a recipe, and the one function that carries it out.
+
+Most parameters are one stored tensor. Others are joined (the gate and up projections of all experts), have their rows in another order
+(rotary heads in GGUF's llama models), are transposed per head (MLA's split kv_b), or shifted by one (Gemma's norms). A recipe says so as
+data: names.py and safetensors.py write recipes, `assemble` reads each part straight into its place in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Bytes = np.ndarray[Any, Any]
+
+Rows = Callable[[], "np.ndarray[Any, Any]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored tensor and its place.
+
+    at          index into the parameter, viewed in the recipe's `view` shape
+    rows        gives the stored rows' indices in the model's order, where they differ
+    transposed  whether the last two dimensions are stored the other way round
+    """
+
+    stored: str
+    at: tuple[int | slice, ...] = ()
+    rows: Rows | None = field(default=None, compare=False)
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A parameter of `shape` from `parts`. `view` is the shape in which parts are placed; `after` is applied to the whole at the
+    end: "minus_one", or "log_of_negative" (Mamba's A, which GGUF stores as -exp(A))."""
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    parts: tuple[Part, ...]
+    after: str = ""
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether the parts, rows reordered, are the parameter's own rows: no transposition, no arithmetic."""
+        return not self.after and not any(part.transposed for part in self.parts)
+
+
+def single(stored: str, shape: tuple[int, ...], **rest: Any) -> Recipe:
+    """The parameter is one stored tensor."""
+    return Recipe(shape, rest.pop("view", shape), (Part(stored, rows=rest.pop("rows", None)),), **rest)
+
+
+def gathered(part: Part, raw: Bytes, kind: str, shape: tuple[int, ...]) -> Bytes:
+    """The stored bytes (..., bytes of a row) with rows in the model's order; the mapping itself where that is the stored order."""
+    if part.rows is None:
+        return raw
+    order = part.rows()
+    if len(shape) == 1:
+        return raw.reshape(shape[0], -1)[order].reshape(-1)
+    return raw.reshape(-1, raw.shape[-1])[order].reshape(raw.shape)
+
+
+def assemble(
+    recipe: Recipe,
+    fetch: Callable[[str], tuple[Bytes, str, tuple[int, ...]]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """The parameter as a fresh tensor of `dtype` on `device`. `fetch` gives a stored tensor's bytes, type and shape."""
+    import torch
+
+    from ktopt.weights.dequantize import dequantize, dequantize_into
+
+    out = torch.empty(recipe.shape, dtype=torch.float32 if recipe.after else dtype, device="cpu" if recipe.after else device)
+    placed = out.view(recipe.view)
+    for part in recipe.parts:
+        raw, kind, shape = fetch(part.stored)
+        raw = gathered(part, raw, kind, shape)
+        into = placed[part.at] if part.at else placed
+        if part.transposed:
+            into.copy_(dequantize(raw, kind, dtype).view(shape).mT)
+        else:
+            dequantize_into(into, raw.reshape(*into.shape[:-1], -1), kind)
+    if recipe.after == "minus_one":
+        out.sub_(1)
+    elif recipe.after == "log_of_negative":
+        out.neg_().log_()
+    return out.to(device=device, dtype=dtype) if recipe.after else out
+
+
+def rotary_rows(heads: int, rows: int) -> Rows:
+    """Rows of a query or key projection stored with each head's rotary pairs side by side, in the order that transformers has
+    them in: all first halves, then all second halves."""
+
+    def order() -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    return order
+
+
+
+
+def grouped_rows(groups: int, sizes: tuple[int, ...]) -> Rows:
+    """Rows stored as all groups' first blocks, all groups' second blocks, ..., in the order that has each group's blocks together.
+    `sizes` are the rows of one block of each kind."""
+
+    def order() -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        starts = [groups * sum(sizes[:i]) for i in range(len(sizes))]
+        blocks = [s + np.arange(groups * n).reshape(groups, n) for s, n in zip(starts, sizes, strict=True)]
+        return np.concatenate(blocks, axis=1).reshape(-1)
+
+    return order
