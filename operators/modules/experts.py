@@ -86,7 +86,8 @@ class KTransformersExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden_states (T, H), top_k_index (T, K) of integers, top_k_weights (T, K) to (T, H) in hidden_states' dtype."""
         tokens, chosen = top_k_index.shape
-        expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
+        # the same sort as transformers' grouped experts, so that rows meet the same kernels and results agree bit for bit
+        expert_S, order_S = torch.sort(top_k_index.reshape(-1))
         every_E = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
         ends_E = torch.searchsorted(expert_S, every_E, right=True, out_int32=True)
 

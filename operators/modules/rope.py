@@ -20,31 +20,29 @@ class PlacedRotary(nn.Module):
     returns: cos and sin (batch, tokens, rotated head_dim) in x's dtype, on x's device.
     """
 
-    def __init__(self, copies: dict[str, nn.Module], home: str) -> None:
+    def __init__(self, copies: dict[str, nn.Module]) -> None:
         super().__init__()
-        self.home = home
-        self.copies = nn.ModuleDict({_key(device): rotary for device, rotary in copies.items()})
+        self.place_of = {torch.device(device): place for place, device in enumerate(copies)}
+        self.copies = nn.ModuleList(copies.values())
 
     @classmethod
     def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
         if not hasattr(original, "config"):
             raise KtoptError(
-                f"{context.step.path}: {type(original).__name__} carries no config to make its frequencies from, so it is not one of "
+                f"{context.step.path}: {type(original).__name__} carries no config to make its frequencies from, so it is none of "
                 "transformers' rotary embeddings; use `default` for it"
             )
-        devices = [context.step.generate_device, *context.step.replicas]
-        copies = {device: original if i == 0 else copy.deepcopy(original) for i, device in enumerate(devices)}
-        return cls(copies, context.step.generate_device)
+        devices = (context.step.generate_device, *context.step.replicas)
+        return cls({device: original if place == 0 else copy.deepcopy(original) for place, device in enumerate(devices)})
 
     def load_tensors(self, context: BuildContext) -> None:
         """Compute the frequencies, which no weight file holds, and place a copy on each device."""
-        rotary = materialized(self.copies[_key(self.home)])
-        for device in (context.step.generate_device, *context.step.replicas):
-            self.copies[_key(device)] = copy.deepcopy(rotary).to(device)
+        rotary = materialized(self.copies[0])
+        for device, place in self.place_of.items():
+            self.copies[place] = copy.deepcopy(rotary).to(device)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        key = _key(str(x.device))
-        return self.copies[key if key in self.copies else _key(self.home)](x, *args, **kwargs)
+        return self.copies[self.place_of.get(x.device, 0)](x, *args, **kwargs)
 
 
 def materialized(rotary: nn.Module) -> nn.Module:
@@ -54,9 +52,3 @@ def materialized(rotary: nn.Module) -> nn.Module:
     with torch.device("cpu"):
         made: nn.Module = type(rotary)(rotary.config).train(rotary.training)
     return made
-
-
-def _key(device: str) -> str:
-    """A device as a ModuleDict's key: "cuda:1" is "cuda_1"; without a number, number 0."""
-    kind, _, number = device.partition(":")
-    return kind if kind in ("cpu", "mps", "meta") else f"{kind}_{number or 0}"
