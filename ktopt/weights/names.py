@@ -94,10 +94,15 @@ class GGUFNames:
         for stem in TOP:
             yield from self._held(f"{stem}.weight")
         for layer in range(self.layers):
-            for stem in LAYER:
+            for stem in (s for s in LAYER if not s.startswith(self._other_shared)):
                 yield from self._held(f"model.layers.{layer}.{stem}.weight", f"model.layers.{layer}.{stem}.bias")
             for bare in LAYER_BARE:
                 yield from self._held(f"model.layers.{layer}.{bare}")
+
+    @property
+    def _other_shared(self) -> str:
+        """Models call their shared experts by two names, which GGUF has one name for; this is the name that the model does not use."""
+        return "mlp.shared_expert." if self.arch in ("deepseek2", "glm4moe") else "mlp.shared_experts."
 
     def _held(self, *names: str) -> Iterator[str]:
         return (name for name in names if self.recipe(name) is not None)
