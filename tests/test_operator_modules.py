@@ -334,3 +334,18 @@ def test_a_rotary_embedding_uses_the_copy_on_its_inputs_device() -> None:
 def test_a_rotary_embedding_without_config_is_refused() -> None:
     with pytest.raises(KtoptError, match="Linear carries no config to make its frequencies from"):
         replaced(nn.Linear(2, 2), "RotaryEmbedding")
+
+
+# devices that this machine may lack
+
+
+def test_experts_on_a_device_that_is_not_here_run_under_fake_tensors_and_miss_a_transfer() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        experts = KTransformersExperts(8, 32, 16, nn.SiLU(), None, device="cuda:1", dtype=torch.float32)
+        x, weights = torch.empty(5, 32, device="cuda:1"), torch.empty(5, 3, device="cuda:1")
+        index = torch.zeros(5, 3, dtype=torch.long, device="cuda:1")
+        assert experts(x, index, weights).device == torch.device("cuda:1")
+        with pytest.raises(RuntimeError, match="same device"):
+            experts(torch.empty(5, 32), index, weights)

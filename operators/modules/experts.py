@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
@@ -27,6 +28,8 @@ def grouped_product(rows_SH: torch.Tensor, weight_EIH: torch.Tensor, ends_E: tor
     rows are sorted by expert; ends[e] (int32) is one past the last row of expert e, so an expert without rows has its predecessor's
     end. Returns (S, I) in the rows' dtype, which must be the weight's.
     """
+    if isinstance(rows_SH, FakeTensor):  # only shapes and devices count; torch's fake kernel takes bfloat16 alone
+        return rows_SH @ weight_EIH.select(0, 0).T
     grouped = getattr(functional, "grouped_mm", None)
     aligned = all(size * weight_EIH.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in weight_EIH.shape[1:])
     if grouped is not None and aligned and weight_EIH.device.type in GROUPED_DEVICES:
@@ -91,11 +94,11 @@ class KTransformersExperts(nn.Module):
         every_E = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
         ends_E = torch.searchsorted(expert_S, every_E, right=True, out_int32=True)
 
-        rows_SH = hidden_states[order_S // chosen].to(self.down_proj.dtype)
+        rows_SH = hidden_states.index_select(0, order_S // chosen).to(self.down_proj.dtype)
         gate_SI, up_SI = grouped_product(rows_SH, self.gate_up_proj, ends_E).chunk(2, dim=-1)
         rows_SH = grouped_product(self.act_fn(gate_SI) * up_SI, self.down_proj, ends_E)
 
-        weighted_SH = rows_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
+        weighted_SH = rows_SH * top_k_weights.reshape(-1).index_select(0, order_S).unsqueeze(-1)
         by_token_SH = torch.empty_like(weighted_SH).index_copy_(0, order_S, weighted_SH)
         result_TH = by_token_SH.view(tokens, chosen, self.hidden_dim).sum(dim=1).to(hidden_states.dtype)
         return result_TH if self.out_device is None else result_TH.to(self.out_device)
