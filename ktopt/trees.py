@@ -70,7 +70,7 @@ def build_meta_model(config: Mapping[str, Any] | PreTrainedConfig, where: str = 
     """
     plain = plain_config(config if isinstance(config, Mapping) else config.to_dict(), where)
     model_type = check_config(plain, where)
-    fields = {key: value for key, value in plain.items() if key not in NOT_BUILT_FROM}
+    fields = {key: value for key, value in plain.items() if key not in NOT_BUILT_FROM and value != "auto"}
     import warnings
 
     import torch

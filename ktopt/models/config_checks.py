@@ -16,11 +16,20 @@ from ktopt.diagnostics import KtoptError
 from ktopt.models import family
 from ktopt.models.treefile import MODULES_MAX
 
-FILE_MAX = 16 << 20
+FILE_MAX = 4 << 20
 LAYERS_MAX = 1024
 SIZE_MAX = 1 << 31
 
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "depth",
+)
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 SIZES = (
     "hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim",
@@ -54,7 +63,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def plain_config(config: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """A config with nothing in it that JSON hasn't: keys are strings, a torch.dtype is its name. KtoptError if too deeply nested."""
+    """A config with nothing in it that JSON hasn't: keys are strings, a torch.dtype is its name. KtoptError if nested too deep."""
     try:
         return {str(key): _plain(value) for key, value in config.items()}
     except RecursionError as error:
@@ -84,6 +93,9 @@ def check_config(config: Mapping[str, Any], where: str) -> str:
         model_type = known.builds_as or model_type
     if not _has_code(model_type):
         raise KtoptError(f"{where}: transformers has no model_type {model_type!r}")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise KtoptError(f"{where}: architectures must be a list of class names, not {_short(architectures)}")
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in DTYPES:
         raise KtoptError(f"{where}: dtype is {dtype!r}; known are {', '.join(DTYPES)}")
@@ -99,6 +111,8 @@ def _check_sizes(config: Mapping[str, Any], where: str, depth: int) -> None:
     for key in SIZES:
         _count(config, key, where, SIZE_MAX)
     for key, value in config.items():
+        if key.endswith("_layers") and isinstance(value, int):
+            _count({key: max(value, 0)}, key, where, LAYERS_MAX)
         if isinstance(value, Mapping) and key.endswith("_config") and key not in NOT_BUILT_FROM:
             if depth >= 4:
                 raise KtoptError(f"{where}: configs nested too deeply in {key}")

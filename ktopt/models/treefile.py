@@ -92,6 +92,8 @@ def decode(data: Mapping[str, Any]) -> list[Row]:
                 raise ValueError("a node stands before its child")
             if len(child) == 2:
                 add(child[0], child[1], index)
+            elif child[1] - child[0] >= MODULES_MAX:
+                raise ValueError("too many modules")
             else:
                 for number in range(child[0], child[1] + 1):
                     add(str(number), child[2], index)
