@@ -36,9 +36,15 @@ def find(name: str) -> OperatorSpec | None:
 
 
 def suggest(name: str) -> str:
-    """The known operator name nearest to an unknown one ("" when none is near). Dotted names are compared by their last part too."""
+    """The known operator name nearest to an unknown one ("" when none is near).
+
+    A dotted name is compared by its last part, first with the operators of the same package; the nearest is then given as dotted.
+    """
     known = names()
-    return nearest(name, known) or nearest(name.rpartition(".")[2], [n for n in known if "." not in n])
+    package, _, last = name.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if package and other.rpartition(".")[0] == package}
+    near = nearest(last, siblings)
+    return siblings[near] if near else nearest(last, [other for other in known if "." not in other])
 
 
 def names() -> list[str]:

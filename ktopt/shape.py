@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Mapping as Map
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from ktopt.diagnostics import Edit, Fix, Report
@@ -28,6 +29,11 @@ def kind_of(node: Node) -> str:
     text = str(node.value) if isinstance(node.value, str) else node.raw
     shown = text if len(text) <= 40 else text[:37] + "..."
     return f'the string "{shown}"' if isinstance(node.value, str) else shown
+
+
+def alike(word: str, other: str) -> bool:
+    """Whether one is so near to the other that it is surely a misspelling of it."""
+    return bool(other) and SequenceMatcher(None, word, other).ratio() > 0.75
 
 
 def unquoted_boolean(node: Node) -> bool | None:
@@ -76,7 +82,8 @@ class Shape:
                 continue
             near = nearest(name, known)
             message = f"unknown key `{name}`" + (f"; did you mean `{near}`?" if near else "")
-            fix = self.rewrite(f"write `{near}`", key, near) if near and near not in {k.value for k, _ in mapping} else None
+            certain = alike(name, near) and near not in {k.value for k, _ in mapping}
+            fix = self.rewrite(f"write `{near}`", key, near) if certain else None
             self.error("KT202", message, key, help=f"the keys here are {', '.join(known)}", fix=fix)
 
     def text(self, node: Node, name: str, example: str) -> str | None:
