@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -64,6 +63,8 @@ def store(key: str, rows: Sequence[Row]) -> None:
     place = folder()
     if place is None:
         return
+    import tempfile
+
     packed = treefile.pack({"format": FORMAT, "key": key, **treefile.encode(rows)})
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)

@@ -192,7 +192,7 @@ def test_a_class_outside_transformers_is_of_no_family() -> None:
         (
             "deepseek-v3",
             {"topk_method": "greedy"},
-            "topk_method is 'greedy', but transformers' deepseek_v3 computes 'noaux_tc' only",
+            "topk_method is 'greedy', but transformers' deepseek_v3 computes 'noaux_tc'",
         ),
         ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("kimi-k2", {"scoring_func": "softmax"}, "transformers' deepseek_v3 computes 'sigmoid' only"),

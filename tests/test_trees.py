@@ -1,4 +1,4 @@
-"""Module trees: the shipped ones are what transformers builds, others are built once and cached, and bad configs are refused fast."""
+"""Module trees: the shipped ones are what transformers builds, others are built once and cached, bad configs are refused fast."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def described(graph: ModuleGraph) -> list[tuple[str, list[str], list[tuple[str, 
 
 def script() -> Any:
     spec = importlib.util.spec_from_file_location("make_trees", ROOT / "scripts" / "make_trees.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -107,11 +108,11 @@ def test_shipped_trees_agree_with_the_facts_on_whole_models() -> None:
         pytest.skip("../shared/facts is not here")
     names = {
         "DeepseekV3 (full: 61L, 256e)": "deepseek-v3", "DeepseekV2-Lite (27L, 64e)": "deepseek-v2-lite",
-        "Qwen3-30B-A3B (48L, 128e)": "qwen3-30b-a3b", "Mixtral-8x7B (32L, 8e)": "mixtral-8x7b", "Llama-3.1-8B (32L)": "llama-3.1-8b",
+        "Qwen3-30B-A3B (48L, 128e)": "qwen3-30b-a3b", "Mixtral-8x7B (32L, 8e)": "mixtral-8x7b",
+        "Llama-3.1-8B (32L)": "llama-3.1-8b",
     }  # fmt: skip
-    heads = re.findall(
-        r"^#+ (.*): \w+ .* modules (\d+) param_tensors (\d+) buffers (\d+) params ([\d.]+)B", FACTS.read_text(), re.M
-    )
+    pattern = r"^#+ (.*): \w+ .* modules (\d+) param_tensors (\d+) buffers (\d+) params ([\d.]+)B"
+    heads = re.findall(pattern, FACTS.read_text(encoding="utf-8"), re.MULTILINE)
     assert {title for title, *_ in heads} == set(names)
     for title, modules, parameters, buffers, billions in heads:
         graph = load_tree(names[title])
@@ -366,7 +367,7 @@ def test_a_tree_survives_packing() -> None:
 
 @pytest.mark.parametrize("nodes", [[[0, 0, [["x", 0]]]], [[0, 0, []], [0, 0, [[0, 10**9, 0]]]], [[0, 0, [["x", 5]]]]])
 def test_a_damaged_tree_file_is_refused_without_running_away(nodes: list[Any]) -> None:
-    with pytest.raises(ValueError, match="child|too many"):
+    with pytest.raises(ValueError, match=r"child|too many"):
         treefile.decode({"classes": [["a.B"]], "tensors": [[]], "nodes": nodes})
 
 
