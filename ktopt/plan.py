@@ -116,9 +116,11 @@ class Plan:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Every device that holds weights or runs something, in order of first use."""
+        """Every device that holds tensors or runs an operator, in order of first use. Containers only pass data on."""
         seen: dict[str, None] = {}
         for step in self.steps:
+            if not step.weight_bytes and step.operator == "default":
+                continue
             for device in (step.generate_device, *step.replicas):
                 seen.setdefault(device)
         return tuple(seen)
