@@ -92,7 +92,7 @@ def _folded(graph: ModuleGraph) -> str:
         for depth, label, row in rows
     ]
     aliases = [line for _, _, row in rows for line in _aliases(graph, row)]
-    parts = [_head(graph), layout(COLUMNS, cells, columns(sys.stdout), style_of(sys.stdout), least=32)]
+    parts = [_head(graph), layout(COLUMNS, cells, columns(sys.stdout), style_of(sys.stdout), least=28)]
     if aliases:
         parts.append("rules may also name\n" + "\n".join(aliases))
     return "\n\n".join(parts)

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from ktopt.render.style import Style
 
@@ -35,13 +35,15 @@ def size(count: float) -> str:
 
 
 class Progress:
-    """A bar on stderr while weights load; silent where stderr is no terminal. Call it as progress(done_bytes, total_bytes)."""
+    """A bar on stderr while weights load; silent where stderr is no terminal. It is called with events that have `done_bytes` and
+    `total_bytes`."""
 
     def __init__(self, label: str) -> None:
         self.label, self.start, self.last, self.live = label, time.monotonic(), 0.0, sys.stderr.isatty()
 
-    def __call__(self, done: int, total: int, name: str = "") -> None:
+    def __call__(self, event: Any) -> None:
         now = time.monotonic()
+        done, total = event.done_bytes, event.total_bytes
         if not self.live or (now - self.last < 0.1 and done < total):
             return
         self.last = now
@@ -51,8 +53,10 @@ class Progress:
         sys.stderr.write(f"\r{self.label} {bar} {share:>4.0%}  {size(done)} of {size(total)}  {rate}\x1b[K")
         sys.stderr.flush()
 
-    def close(self) -> None:
-        """Take the bar away."""
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.live and self.last:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -1,0 +1,66 @@
+"""`ktopt apply`: a rule file or plan, with weights, becomes a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, weights_argument
+from ktopt.cli.plan import ask_for_hardware, show_findings
+from ktopt.cli.terminal import size
+from ktopt.compiler import run_stages
+from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.plan import Plan
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rules", metavar="RULES", help="a rule file, or a plan.json that ktopt plan -o wrote")
+    add_model(parser)
+    add_target(parser)
+    parser.add_argument("--out", "-o", metavar="DIR", required=True, help="folder to write; an earlier one of ktopt's is replaced")
+    parser.add_argument("--copy", action="store_true", help="put the weights into the folder; otherwise it refers to them")
+    parser.add_argument("--force", action="store_true", help="go on although the plan holds errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    weights = weights_argument(args)
+    plan = plan_to_apply(args)
+    from ktopt.applying.checks import check_errors
+    from ktopt.cli.tokenizer import tokenizer_for
+    from ktopt.folder import save_folder
+
+    check_errors(plan, args.force)
+    out = save_folder(plan, args.out, weights, copy_weights=args.copy, tokenizer=tokenizer_for(weights, plan, required=False))
+    what = "with its weights" if args.copy else f"with references to {weights}"
+    print(f"wrote {out} {what}: {size(plan.weight_bytes)} when loaded, on {', '.join(plan.devices)}")
+    print(f'load it with: import ktopt; AutoModelForCausalLM.from_pretrained("{args.out}")')
+    return 0
+
+
+def plan_to_apply(args: argparse.Namespace) -> Plan:
+    """The plan of a plan file, or of a rule file and a model; findings go to stderr. KtoptError where there is none."""
+    if args.rules.endswith(".json"):
+        from ktopt.plan_json import load_plan
+
+        _no_plan_options(args)
+        return load_plan(args.rules)
+    compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
+    show_findings(compilation)
+    if compilation.plan is None:
+        raise KtoptError(f"{args.rules}: no plan, for the errors above")
+    ask_for_hardware(compilation)
+    return compilation.plan
+
+
+def _no_plan_options(args: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in ("hardware", "device", "dtype", "remap") if getattr(args, name)]
+    if given:
+        raise UsageError(f"{args.rules} is a plan, and settles {', '.join(given)} already; give them to ktopt plan instead")
+
+
+def report_memory() -> str:
+    """The most memory that this process has held so far, in words."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"peak memory {size(peak)}"

@@ -1,0 +1,223 @@
+"""Why a module became what it is: the rule that won, why each other rule didn't, and where each kwarg came from.
+
+`explain_module` gathers it as data; `Explanation.render` writes it for a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ktopt.diagnostics import UsageError
+from ktopt.graph import Module, ModuleGraph
+from ktopt.operator import nearest
+from ktopt.pattern import compile_pattern
+from ktopt.ruleset import NameClass, Rule, RuleSet
+from ktopt.source import Origin
+from ktopt.treeindex import is_a
+
+if TYPE_CHECKING:
+    from ktopt.match import Decision, Matches
+    from ktopt.plan import Plan, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A rule that did not decide. `clause` is what failed (name, class, selector, when, order, closed); `reason` says how."""
+
+    number: int
+    id: str
+    origin: Origin
+    clause: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KwargSource:
+    """One kwarg of the module's operator, and where its value came from: "rules.yaml:12", "default", "place at ..."."""
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All that decided one module.
+
+    asked       the path that was asked for; `path` is the module's own
+    cls         the module's dotted class
+    rule        the rule that won, None where none did
+    alias       the older path by which the rule took it, or ""
+    closed_by   path of the ancestor whose rule has `recursive: false`, or ""
+    """
+
+    asked: str
+    path: str
+    cls: str
+    operator: str
+    generate_device: str
+    prefill_device: str
+    replicas: tuple[str, ...]
+    weight_bytes: int
+    rule: Rule | None
+    alias: str
+    closed_by: str
+    kwargs: tuple[KwargSource, ...]
+    lost: tuple[Lost, ...]
+    notes: tuple[str, ...]
+
+    def render(self) -> str:
+        return "\n".join(_lines(self)) + "\n"
+
+
+def explain_module(path: str, ruleset: RuleSet, graph: ModuleGraph, matches: Matches, plan: Plan) -> Explanation:
+    """Explain the module of `path`, or the one that has it as an older path. UsageError, with the nearest path, for none."""
+    module = find_module(path, graph)
+    decision = matches.decisions[module.index]
+    step = plan.steps[module.index]
+    rule = ruleset.rules[decision.rule] if decision.rule is not None else None
+    closed_by = graph.modules[decision.closed_by].path if decision.closed_by is not None else ""
+    return Explanation(
+        asked=path,
+        path=module.path,
+        cls=module.cls.name,
+        operator=step.operator,
+        generate_device=step.generate_device,
+        prefill_device=step.prefill_device,
+        replicas=step.replicas,
+        weight_bytes=step.weight_bytes,
+        rule=rule,
+        alias=decision.alias,
+        closed_by=closed_by,
+        kwargs=tuple(_kwargs(step, rule, decision, ruleset, plan)),
+        lost=tuple(_lost(module, decision, ruleset, graph, matches)),
+        notes=step.notes,
+    )
+
+
+def find_module(path: str, graph: ModuleGraph) -> Module:
+    """The module of that path or older path. UsageError otherwise, with the nearest path."""
+    found = graph.find(path)
+    if found is not None:
+        return found
+    known = [*graph.by_path, *graph.by_alias]
+    if not path.startswith("model.") and f"model.{path}" in graph.by_path:
+        near = f"model.{path}"
+    else:
+        same_end = [p for p in known if p.rpartition(".")[2] == path.rpartition(".")[2]]
+        near = nearest(path, same_end) or nearest(path, [p for p in known if abs(len(p) - len(path)) < 8])
+    name = graph.name or "the model"
+    raise UsageError(
+        f"{name} has no module {path!r}" + (f"; did you mean {near}?" if near else f"; `ktopt inspect {name}` shows its modules")
+    )
+
+
+def _kwargs(step: Step, rule: Rule | None, decision: Decision, ruleset: RuleSet, plan: Plan) -> Iterator[KwargSource]:
+    given: Mapping[str, Any] = rule.replace.given if rule else {}
+    origins = rule.replace.kwarg_origins if rule else {}
+    for name, value in step.kwargs.items():
+        if name in given:
+            source = str(origins.get(name, rule.replace.origin if rule else ""))
+            if value != given[name] and str(value).partition(":")[0] != str(given[name]).partition(":")[0]:
+                source += f", where it is {given[name]}; remapped"
+        elif value is not None and name in ("generate_device", "prefill_device", "device"):
+            source = _device_source(decision, ruleset, plan)
+        else:
+            source = "default"
+        yield KwargSource(name, value, source)
+
+
+def _device_source(decision: Decision, ruleset: RuleSet, plan: Plan) -> str:
+    if decision.place is None:
+        return f"default device, {plan.default_device}"
+    lines = [p.origin for p in ruleset.places if p.device == decision.place]
+    return f"place at {lines[0]}" if lines else f"place {decision.place}"
+
+
+def _lost(module: Module, decision: Decision, ruleset: RuleSet, graph: ModuleGraph, matches: Matches) -> Iterator[Lost]:
+    for rule in ruleset.rules:
+        if rule.index == decision.rule:
+            continue
+        clause, reason = _failure(rule, module, decision, ruleset, graph, matches)
+        yield Lost(rule.number, rule.id, rule.origin, clause, reason)
+
+
+def _failure(
+    rule: Rule, module: Module, decision: Decision, ruleset: RuleSet, graph: ModuleGraph, matches: Matches
+) -> tuple[str, str]:
+    """The clause by which a rule lost a module, and that in words."""
+    active = matches.active[rule.index]
+    if active is None:
+        return "when", "its `when:` asks about the machine; plan with --hardware"
+    if not active:
+        return "when", "its `when:` does not hold on this machine"
+    if not matches.takes(rule.index) >> module.index & 1:
+        return _mismatch(rule, module)
+    if decision.closed_by is not None:
+        owner = graph.modules[decision.closed_by]
+        index = matches.decisions[owner.index].rule
+        who = f"rule {index + 1}" if index is not None else "a rule"
+        return "closed", f"it fits, but {who} took {owner.path or 'the model'} with `recursive: false`, and so all below it"
+    if decision.rule is not None and rule.index > decision.rule:
+        return "order", f"it fits, but rule {decision.rule + 1} ({ruleset.rules[decision.rule].origin}) comes first"
+    if rule.index in decision.alias_rules:
+        return "order", "it takes older paths of this module, and decides with the winner: see replicas"
+    return "order", "it fits this path, but the module's older paths decide, and they are another rule's"
+
+
+def _mismatch(rule: Rule, module: Module) -> tuple[str, str]:
+    """Which clause of its match a rule misses a module by; both, where both fail."""
+    if not isinstance(rule.match, NameClass):
+        return "selector", f"its selector does not hold: {rule.match}"
+    name, cls = rule.match.name, rule.match.cls
+    failed: list[tuple[str, str]] = []
+    if name is not None and not any(compile_pattern(name).search(path) for path in (module.path, *module.alias_paths)):
+        older = ", nor in its older paths" if module.alias_paths else ""
+        failed.append(("name", f"{name} is not found in {module.path or 'the empty path'}{older}"))
+    if cls is not None and not is_a(cls, module):
+        failed.append(("class", f"{cls} is none of {_classes(module)}"))
+    return ", ".join(clause for clause, _ in failed), "; ".join(reason for _, reason in failed)
+
+
+def _classes(module: Module) -> str:
+    own = [name.rpartition(".")[2] for name in (*module.cls.mro, *module.alias_classes)]
+    return ", ".join(dict.fromkeys(own))
+
+
+def _lines(e: Explanation) -> Iterator[str]:
+    yield f"{e.path or '(the model)'}  {e.cls}"
+    if e.asked != e.path:
+        yield f"  asked for by its older path {e.asked}"
+    if e.rule is not None:
+        by = f", by its older path {e.alias}" if e.alias else ""
+        yield f"  rule {e.rule.number} ({e.rule.id}) at {e.rule.origin} decides{by}"
+    elif e.closed_by:
+        yield f"  part of {e.closed_by}, whose rule has `recursive: false`"
+    else:
+        yield "  no rule takes it"
+    places = ", ".join((e.generate_device, *e.replicas))
+    prefill = f" (prefill {e.prefill_device})" if e.prefill_device != e.generate_device else ""
+    yield f"  {e.operator} on {places}{prefill}, {e.weight_bytes:,} bytes of its own"
+    for note in e.notes:
+        yield f"  note: {note}"
+    if e.kwargs:
+        yield ""
+        yield "kwargs"
+        wide = max(len(f"{k.name} = {_yaml(k.value)}") for k in e.kwargs)
+        for k in e.kwargs:
+            yield f"  {f'{k.name} = {_yaml(k.value)}':<{wide}}  {k.source}"
+    if e.lost:
+        yield ""
+        yield "other rules"
+    for lost in e.lost:
+        label = f"rule {lost.number}" + ("" if lost.id == f"rule-{lost.number}" else f" ({lost.id})")
+        yield f"  {label} at {lost.origin}: {lost.clause}: {lost.reason}"
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML would have it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
