@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ktopt import tree_cache
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module, ModuleClass, ModuleGraph, Tensor
-from ktopt.models import family_of_class, shipped, treefile
+from ktopt.models import IN_EVERY_MODEL, family_of_class, shipped, treefile
 from ktopt.models.config_checks import NOT_BUILT_FROM, check_config, plain_config, read_config
 from ktopt.models.family import Family, Was
 from ktopt.models.shipped import known_models, model_config
@@ -258,6 +258,8 @@ class _OldNames:
         return found
 
     def _look_up(self, cls: ModuleClass) -> tuple[Was | None, tuple[str, ...]]:
+        if cls.name in IN_EVERY_MODEL:
+            return None, IN_EVERY_MODEL[cls.name]
         for dotted in cls.mro:
             family: Family | None = family_of_class(dotted)
             simple = dotted.rpartition(".")[2]

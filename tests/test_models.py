@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from oracle import upstream_trees
 from torch import nn
 from transformers import CONFIG_MAPPING, MixtralConfig, MixtralForCausalLM
 
@@ -124,6 +125,17 @@ def test_mixtrals_block_and_all_below_it_have_their_old_paths() -> None:
     assert block.path == "model.layers.7.mlp"
     for module in graph.subtree(block):
         assert module.alias_paths == (module.path.replace(".mlp", ".block_sparse_moe"),)
+
+
+@pytest.mark.parametrize("name", [n for n in known_models() if model_config(n)["model_type"] in upstream_trees.BUILDERS])
+def test_every_path_and_class_of_upstreams_own_model_still_finds_its_module(name: str) -> None:
+    """Against the tree that the oracle has of KTransformers' copies. Its experts, each a module there, are one today."""
+    graph = load_tree(name)
+    for old in upstream_trees.upstream_tree(model_config(name), experts=2):
+        if ".experts." in old.path:
+            continue
+        module = at(graph, old.path)
+        assert set(old.mro) <= {*module.cls.mro, *module.alias_classes}, old.path
 
 
 def test_models_that_share_code_share_old_names() -> None:

@@ -25,6 +25,9 @@ FAMILIES = (
 )
 """The model types that ktopt has something to say of; each is a file of this package."""
 
+IN_EVERY_MODEL = {"transformers.activations.SiLUActivation": ("torch.nn.modules.activation.SiLU",)}
+"""Classes outside the model files, to what KTransformers' copies had in their place."""
+
 
 @cache
 def family(model_type: str) -> Family | None:
