@@ -1,0 +1,114 @@
+"""A plan carried out on fake tensors: real device names, real shapes, no memory and no accelerator.
+
+torch's FakeTensorMode runs a model without values and refuses an operation whose tensors are on different devices. So a small model
+of the plan's shape proves, on any machine, that the plan's transfers suffice: prefill of several tokens, then one decoding step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ktopt.applying import Application, build_model
+from ktopt.applying.checks import prepare
+from ktopt.applying.fake_indexing import IndexWithoutGuard
+from ktopt.diagnostics import KtoptError
+from ktopt.plan import Plan
+from ktopt.weights import StoredTensor
+
+PREFILL_TOKENS = 5
+
+
+def dry_run(plan: Plan) -> None:
+    """Run the plan's model on fake tensors; KtoptError names the module where tensors of two devices meet. It is for models of few
+    layers: time goes with their number, memory doesn't."""
+    root = build_model(plan)
+    tensors = _NoValues(root)
+    application = Application(prepare(plan, root, tensors), tensors)
+    application.swap()
+    with FakeTensorMode(allow_non_fake_inputs=True), _indexing():
+        model = application.load()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # transformers' eager experts choose by value, and fakes have none
+        with _one_device(model), torch.no_grad():
+            _generate_one(model)
+
+
+def _indexing() -> AbstractContextManager[Any]:
+    return nullcontext() if torch.version.cuda else IndexWithoutGuard()
+
+
+def _generate_one(model: Any) -> None:
+    from transformers import DynamicCache
+
+    home = model.get_input_embeddings().weight.device
+    cache = DynamicCache(config=model.config)
+    cache_name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    for length, count in ((PREFILL_TOKENS, PREFILL_TOKENS), (PREFILL_TOKENS + 1, 1)):
+        model(
+            input_ids=torch.zeros(1, count, dtype=torch.long, device=home),
+            attention_mask=torch.ones(1, length, dtype=torch.long, device=home),
+            use_cache=True,
+            **{cache_name: cache},
+        )
+
+
+@dataclass
+class _NoValues:
+    """A weight source that has every tensor of a model and the values of none."""
+
+    root: nn.Module
+    path: Path = Path("fake weights")
+
+    def __post_init__(self) -> None:
+        self._shapes = {n: tuple(t.shape) for n, t in self.root.named_parameters(remove_duplicate=False)}
+        self._shapes |= {n: tuple(t.shape) for n, t in self.root.named_buffers(remove_duplicate=False)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def stored(self, name: str) -> StoredTensor:
+        return StoredTensor(name, (name,), self._shapes[name], ("F32",), 0, self.path)
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        return torch.empty(self._shapes[name], dtype=dtype, device=device)
+
+
+@contextmanager
+def _one_device(model: nn.Module) -> Iterator[None]:
+    """Within, an operation on tensors of two devices is an error that names the module running it."""
+    running: list[str] = []
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda m, a, path=path: running.append(path), prepend=True)
+        module.register_forward_hook(lambda m, a, o: running.pop() and None)
+    try:
+        with _DeviceCheck():
+            yield
+    except _TwoDevices as error:
+        where = running[-1] or type(model).__name__
+        raise KtoptError(f"{where}: {error}: the plan lacks a transfer") from error
+
+
+class _TwoDevices(RuntimeError):
+    """Tensors of two devices met in one operation."""
+
+
+class _DeviceCheck(TorchDispatchMode):
+    """Checks every operation, the few that fake tensors let through too. Copies may cross devices, and so may a CPU scalar."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in ("_to_copy", "copy_", "_to_copy_"):
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            devices = {str(t.device) for t in tensors if t.dim() or t.device.type != "cpu"}
+            if len(devices) > 1:
+                raise _TwoDevices(f"{func} gets tensors on {' and '.join(sorted(devices))}")
+        return func(*args, **(kwargs or {}))

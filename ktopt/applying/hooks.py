@@ -1,0 +1,81 @@
+"""The plan's transfers at run time: forward hooks that copy tensors to the device of the module that they enter, or back.
+
+A tensor that many layers take (the attention mask, cos and sin) is copied to each device once: copies are remembered by their
+source tensor, and forgotten with it. Caches keep each layer's keys and values where the layer is, and are not moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ktopt.plan import Plan
+
+
+class Copies:
+    """Copies of tensors on other devices, each made once."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor on `device`: itself, a copy made before, or a new copy."""
+        if tensor.device == device:
+            return tensor
+        if tensor.is_inference():
+            return tensor.to(device, non_blocking=True)  # it carries no version, so a change in place couldn't be noticed
+        known = self._known.setdefault(tensor, {})
+        version, copy = known.get(device, (None, None))
+        if version != tensor._version:
+            copy = tensor.to(device, non_blocking=True)
+            known[device] = (tensor._version, copy)
+        assert copy is not None
+        return copy
+
+    def move(self, value: Any, device: torch.device) -> Any:
+        """Every tensor in nested tuples, lists and dicts on `device`. Other objects, caches among them, stay as they are."""
+        if isinstance(value, torch.Tensor):
+            return self.on(value, device)
+        if isinstance(value, tuple):
+            moved = [self.move(item, device) for item in value]
+            return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+        if isinstance(value, list):
+            return [self.move(item, device) for item in value]
+        if isinstance(value, dict):
+            return type(value)(**{key: self.move(item, device) for key, item in value.items()})
+        return value
+
+
+def install_transfers(root: nn.Module, plan: Plan) -> list[Any]:
+    """Install a hook for each transfer of the plan; returns their handles. One at a module that an operator has taken into itself
+    is that operator's own business."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    copies = Copies()
+    handles: list[Any] = []
+    for transfer in plan.transfers:
+        module = modules.get(transfer.path)
+        if module is None:
+            continue
+        device = torch.device(transfer.target)
+        if transfer.side == "input":
+            handles.append(_on_input(module, copies, device))
+        else:
+            handles.append(_on_output(module, copies, device))
+    return handles
+
+
+def _on_input(module: nn.Module, copies: Copies, device: torch.device) -> Any:
+    def move_in(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return copies.move(args, device), {name: copies.move(value, device) for name, value in kwargs.items()}
+
+    return module.register_forward_pre_hook(move_in, prepend=True, with_kwargs=True)
+
+
+def _on_output(module: nn.Module, copies: Copies, device: torch.device) -> Any:
+    def move_out(module: nn.Module, args: Any, output: Any) -> Any:
+        return copies.move(output, device)
+
+    return module.register_forward_hook(move_out)

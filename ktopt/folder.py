@@ -1,0 +1,208 @@
+"""An optimized model as a folder that transformers loads: config, generation config, tokenizer, plan.json, and its weights.
+
+    ktopt apply rules.yaml --model M --weights W --out DIR      then      AutoModelForCausalLM.from_pretrained("DIR")
+
+The weights stay where they are, named in config.json by relative path, size and fingerprint; model.safetensors is then empty (it is
+what transformers looks for). With `copy_weights` it holds them instead, still packed as they were (weights/packed.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ktopt.diagnostics import KtoptError
+from ktopt.plan import Plan
+from ktopt.plan_json import dump_plan, load_plan
+
+PLAN_FILE = "plan.json"
+WEIGHTS_FILE = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+HEAD_BYTES = 4 << 20
+SAMPLE_BYTES = 64 << 10
+SAMPLES = 64
+
+
+def save_folder(plan: Plan, out: str | Path, weights: str | Path, *, copy_weights: bool = False, tokenizer: Any = None) -> Path:
+    """Write the folder `out` for a plan and the weights that it is to be applied to; returns its path.
+
+    Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. KtoptError where `out` exists
+    and is neither empty nor such a folder, or where the weights don't fit the plan.
+    """
+    out = Path(out).absolute()
+    check_replaceable(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write(plan, made, out, Path(weights), copy_weights, tokenizer)
+        made.chmod(0o755)
+        _replace(out, made)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return out
+
+
+def check_replaceable(out: Path) -> None:
+    """Refuse a path that exists and isn't an empty folder or an optimized model's."""
+    if not out.exists() or (out.is_dir() and (not any(out.iterdir()) or is_optimized(out))):
+        return
+    raise KtoptError(f"{out} exists and is not a folder that ktopt wrote; name another, or remove it")
+
+
+def is_optimized(folder: Path) -> bool:
+    """Whether a folder's config.json says that ktopt made it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return bool(config["quantization_config"]["quant_method"] == "ktopt")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _replace(out: Path, made: Path) -> None:
+    if not out.exists():
+        made.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+    out.rename(old / "folder")
+    try:
+        made.rename(out)
+    except OSError:
+        (old / "folder").rename(out)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(plan: Plan, made: Path, out: Path, weights: Path, copy_weights: bool, tokenizer: Any) -> None:
+    from ktopt.applying import build_model, open_tensors, prepare
+
+    with open_tensors(plan, None, weights) as source:
+        root = build_model(plan)
+        prepared = prepare(plan, root, source)
+        if copy_weights:
+            from ktopt.weights.packed import write_packed
+
+            write_packed(made / WEIGHTS_FILE, source, {n.read_as: n.dtype for n in prepared.needs.values()})
+            refs = [{**file_ref(made / WEIGHTS_FILE, made), "path": WEIGHTS_FILE}]
+        else:
+            _write_empty(made / WEIGHTS_FILE)
+            refs = [file_ref(Path(file).absolute(), out) for file in source.files]
+        refs = [{**ref, "copied": copy_weights} for ref in refs]
+    _write_config(plan, made, refs, root)
+    _write_companions(plan, made, weights, root, tokenizer)
+    (made / PLAN_FILE).write_text(dump_plan(plan), encoding="utf-8")
+
+
+def _write_empty(path: Path) -> None:
+    header = json.dumps({"__metadata__": {"format": "pt"}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def file_ref(file: Path, folder: Path) -> dict[str, Any]:
+    """A weight file as config.json refers to it: path relative to `folder`, bytes, fingerprint."""
+    return {"path": os.path.relpath(file, folder), "size": file.stat().st_size, "sha256": fingerprint(file)}
+
+
+def fingerprint(file: Path) -> str:
+    """sha256 over a file's size, its first 4 MiB (where GGUF and safetensors list their tensors) and 64 samples of 64 KiB spread
+    evenly to its end. It takes milliseconds for a file of any size, and tells another model, another quantisation, a retrained or a
+    truncated file; it is no proof against one changed on purpose between the samples."""
+    size = file.stat().st_size
+    sha = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        sha.update(stream.read(HEAD_BYTES))
+        rest = size - SAMPLE_BYTES - HEAD_BYTES
+        for index in range(SAMPLES if rest > 0 else 0):
+            stream.seek(HEAD_BYTES + rest * index // (SAMPLES - 1))
+            sha.update(stream.read(SAMPLE_BYTES))
+        if rest <= 0:
+            sha.update(stream.read())
+    return sha.hexdigest()
+
+
+def _write_config(plan: Plan, made: Path, refs: list[dict[str, Any]], root: Any) -> None:
+    config = {key: value for key, value in plan.model.config.items() if key not in ("torch_dtype", "quantization_config")}
+    config.setdefault("architectures", list(plan.model.architectures) or [type(root).__name__])
+    config["dtype"] = plan.dtype
+    config["quantization_config"] = {"quant_method": "ktopt", "plan": PLAN_FILE, "dtype": plan.dtype, "weights": refs}
+    (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_companions(plan: Plan, made: Path, weights: Path, root: Any, tokenizer: Any) -> None:
+    """The generation config and the tokenizer: as given, or the files beside the weights or the model."""
+    places = [p if p.is_dir() else p.parent for p in (weights, Path(plan.model.source)) if p.exists()]
+    if not _copy_first(places, ("generation_config.json",), made):
+        root.generation_config.save_pretrained(made)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(made)
+    else:
+        _copy_first(places, TOKENIZER_FILES, made)
+
+
+def _copy_first(places: list[Path], names: tuple[str, ...], made: Path) -> bool:
+    """Copy the files of these names from the first folder that has any."""
+    for place in places:
+        files = [place / name for name in names if (place / name).is_file()]
+        for file in files:
+            shutil.copyfile(file, made / file.name)
+        if files:
+            return True
+    return False
+
+
+def open_folder(folder: Path, quantization: Any = None) -> tuple[Plan, Any]:
+    """An optimized folder's plan and its open weights. KtoptError names the file that is missing or isn't the one that it was."""
+    if quantization is None:
+        quantization = _read_quantization(folder)
+    elif not isinstance(quantization, Mapping):
+        quantization = quantization.to_dict()
+    plan = load_plan(_inside(folder, str(quantization.get("plan", PLAN_FILE))))
+    refs = quantization.get("weights") or []
+    if not refs or not all(isinstance(r, Mapping) and isinstance(r.get("path"), str) for r in refs):
+        raise KtoptError(
+            f"{folder / 'config.json'}: quantization_config names no weights; make the folder again with `ktopt apply`"
+        )
+    files = [_checked(folder, ref) for ref in refs]
+    if refs[0].get("copied"):
+        from ktopt.weights.packed import PackedWeights
+
+        return plan, PackedWeights(files[0])
+    from ktopt.weights.open import open_weights
+
+    gguf = files[0].suffix == ".gguf"
+    return plan, open_weights(files[0] if gguf or len(files) == 1 else files[0].parent, plan.model.config)
+
+
+def _read_quantization(folder: Path) -> Mapping[str, Any]:
+    if not is_optimized(folder):
+        raise KtoptError(f"{folder} is not a folder that `ktopt apply --out` wrote")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = config["quantization_config"]
+    return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise KtoptError(f"{folder / 'config.json'}: the plan must lie in the folder itself, not at {name!r}")
+    return folder / name
+
+
+def _checked(folder: Path, ref: Mapping[str, Any]) -> Path:
+    file = Path(os.path.normpath(folder / ref["path"]))
+    if not file.is_file():
+        raise KtoptError(f"{folder}: its weights are gone: {file} doesn't exist. Move it back, or make the folder again")
+    size = file.stat().st_size
+    if size != ref.get("size") or fingerprint(file) != ref.get("sha256"):
+        raise KtoptError(f"{folder}: {file} is not the file that the folder was made for ({size} bytes, was {ref.get('size')})")
+    return file
