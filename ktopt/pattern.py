@@ -1,7 +1,7 @@
 """Regular expressions from a rule file, which is a stranger's: compiled, judged for how they could backtrack, and run in a budget.
 
-The parse tree tells how many ways a pattern can try to match (`steps_log2`). Cheap ones run in `re` as they are; middling ones run in `re`
-against a clock; those with nested or overlapping repeats run in the `regex` package, whose search can be timed out.
+The parse tree tells how many ways a pattern can try to match (`steps_log2`). Cheap ones run in `re` as they are; middling ones run
+in `re` against a clock; those with nested or overlapping repeats run in the `regex` package, whose search can be timed out.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _repeated(items: Iterable[tuple[Any, Any]]) -> int:
 
 
 def steps_log2(items: Iterable[tuple[Any, Any]]) -> float:
-    """Base-2 logarithm of how many ways a search may try before it gives up. An upper bound, for paths of some hundred characters."""
+    """Base-2 logarithm of how many ways a search may try before it gives up: an upper bound, for paths of a hundred characters."""
     items = list(items)
     anchored = bool(items) and str(items[0][0]) == "AT" and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING")
     return _ways(items) + (0.0 if anchored else PATH_LOG2)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -36,20 +37,18 @@ def test_patterns_of_real_files_run_in_re_without_a_clock(text):
 def test_a_pattern_that_backtracks_ends_within_a_second(text):
     start = time.perf_counter()
     pattern = compile_pattern(text)
-    try:
+    with suppress(PatternTimeout):
         for path in ("a" * 200 + "!", "model.layers." + "aa." * 60, "a" * 5000):
             pattern.search(path)
-    except PatternTimeout as error:
-        assert text in str(error) or repr(text) in str(error)
     assert time.perf_counter() - start < 1
 
 
 def test_the_budget_is_of_all_searches_together():
     pattern = compile_pattern(r"(\w*\.?\w*)*=")
     start = time.perf_counter()
-    with pytest.raises(PatternTimeout):
-        for i in range(1_000_000):
-            pattern.search("model.layers." + "self_attn.q_proj." * 40 + str(i))
+    paths = (f"model.layers.{'self_attn.q_proj.' * 40}{i}" for i in range(1_000_000))
+    with pytest.raises(PatternTimeout, match="took more than"):
+        any(pattern.search(path) for path in paths)
     assert BUDGET_S * 0.5 < time.perf_counter() - start < BUDGET_S * 3
 
 
