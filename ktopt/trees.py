@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ktopt import tree_cache
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module, ModuleClass, ModuleGraph, Tensor
-from ktopt.models import IN_EVERY_MODEL, family_of_class, shipped, treefile
+from ktopt.models import IN_EVERY_MODEL, family_of_class, runs_as, shipped, treefile
 from ktopt.models.config_checks import NOT_BUILT_FROM, check_config, plain_config, read_config
 from ktopt.models.family import Family, Was
 from ktopt.models.shipped import known_models, model_config
@@ -43,7 +43,7 @@ def load_tree(model: str | Path | Mapping[str, Any] | nn.Module) -> ModuleGraph:
         return graph_from_module(model)
     if isinstance(model, str) and model in known_models():
         data = shipped.read(model)
-        return _assemble(treefile.decode(data), model, data["config"], check_config(data["config"], model))
+        return _assemble(treefile.decode(data), model, data["config"], runs_as(data["config"]["model_type"]))
     if not isinstance(model, str | os.PathLike):
         raise KtoptError(f"a model is a name, a path, a config or an nn.Module, not {type(model).__name__}")
     return _from_config(*_find_config(os.fspath(model)))

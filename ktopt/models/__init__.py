@@ -38,6 +38,12 @@ def family(model_type: str) -> Family | None:
     return found
 
 
+def runs_as(model_type: str) -> str:
+    """transformers' model_type that runs a config.json's model_type: itself, but for Kimi-K2 and the like."""
+    known = family(model_type)
+    return (known.builds_as if known else "") or model_type
+
+
 def family_of_class(dotted: str) -> Family | None:
     """The family whose transformers code defines a class, such as transformers.models.mixtral.modeling_mixtral.MixtralMLP."""
     parts = dotted.split(".")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktopt.diagnostics import KtoptError
-from ktopt.models import family
+from ktopt.models import family, runs_as
 from ktopt.models.treefile import MODULES_MAX
 
 FILE_MAX = 4 << 20
@@ -90,7 +90,7 @@ def check_config(config: Mapping[str, Any], where: str) -> str:
         refusal = known.refuses(config)
         if refusal:
             raise KtoptError(f"{where}: {refusal}")
-        model_type = known.builds_as or model_type
+    model_type = runs_as(model_type)
     if not _has_code(model_type):
         raise KtoptError(f"{where}: transformers has no model_type {model_type!r}")
     architectures = config.get("architectures") or []
