@@ -276,7 +276,9 @@ def _metadata(kind: str, arch: str, config: Any, kv_b: str) -> dict[str, Any]:
 
 def _moe_keys(config: Any, kv_b: str) -> dict[str, Any]:
     meta = {"expert_used_count": config.num_experts_per_tok}
-    meta["expert_count"] = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or config.n_routed_experts
+    meta["expert_count"] = (
+        getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or config.n_routed_experts
+    )
     if config.model_type != "mixtral":
         meta["expert_feed_forward_length"] = config.moe_intermediate_size
     if getattr(config, "shared_expert_intermediate_size", None):

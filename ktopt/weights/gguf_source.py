@@ -64,7 +64,11 @@ class GGUFSource:
         recipe = self._needed(name)
         if not recipe.as_stored:
             raise WeightError(f"{self.path}: {name} can't be handed out as stored: the file has it transposed or shifted, use read")
-        return [(kind, shape, gathered(part, raw, kind, shape)) for part in recipe.parts for raw, kind, shape in [self._fetch(part.stored)]]
+        return [
+            (kind, shape, gathered(part, raw, kind, shape))
+            for part in recipe.parts
+            for raw, kind, shape in [self._fetch(part.stored)]
+        ]
 
     def config(self) -> Mapping[str, Any]:
         """The model's config in transformers' terms, from the metadata."""

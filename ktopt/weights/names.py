@@ -51,7 +51,9 @@ _BARE_NAMES = {"e_score_correction_bias": "e_score_correction", "dt_bias": "dt_p
 def check_model_type(architecture: str, model_type: str, where: str) -> None:
     """WeightError unless a GGUF of this architecture can hold a model of this transformers model_type."""
     if architecture not in MODEL_TYPES:
-        raise WeightError(f"{where}: models of GGUF architecture {architecture!r} can't be read; known are {', '.join(MODEL_TYPES)}")
+        raise WeightError(
+            f"{where}: models of GGUF architecture {architecture!r} can't be read; known are {', '.join(MODEL_TYPES)}"
+        )
     if model_type and model_type not in MODEL_TYPES[architecture]:
         raise WeightError(
             f"{where} holds a model of GGUF architecture {architecture!r}, which is no {model_type}: it is the wrong file for this model"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ktopt.weights.source import WeightError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -27,12 +29,14 @@ class Part:
     at          index into the parameter, viewed in the recipe's `view` shape
     rows        gives the stored rows' indices in the model's order, where they differ
     transposed  whether the last two dimensions are stored the other way round
+    scale       a stored tensor with one factor for every block of the matrix (FP8 checkpoints), "" for none
     """
 
     stored: str
     at: tuple[int | slice, ...] = ()
     rows: Rows | None = field(default=None, compare=False)
     transposed: bool = False
+    scale: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Recipe:
     @property
     def as_stored(self) -> bool:
         """Whether the parts, rows reordered, are the parameter's own rows: no transposition, no arithmetic."""
-        return not self.after and not any(part.transposed for part in self.parts)
+        return not self.after and not any(part.transposed or part.scale for part in self.parts)
 
 
 def single(stored: str, shape: tuple[int, ...], **rest: Any) -> Recipe:
@@ -71,8 +75,10 @@ def assemble(
     fetch: Callable[[str], tuple[Bytes, str, tuple[int, ...]]],
     dtype: torch.dtype,
     device: torch.device | str,
+    block: tuple[int, int] = (128, 128),
 ) -> torch.Tensor:
-    """The parameter as a fresh tensor of `dtype` on `device`. `fetch` gives a stored tensor's bytes, type and shape."""
+    """The parameter as a fresh tensor of `dtype` on `device`. `fetch` gives a stored tensor's bytes, type and shape; `block` is the
+    rows and columns that share one factor of a part's `scale`."""
     import torch
 
     from ktopt.weights.dequantize import dequantize, dequantize_into
@@ -83,7 +89,9 @@ def assemble(
         raw, kind, shape = fetch(part.stored)
         raw = gathered(part, raw, kind, shape)
         into = placed[part.at] if part.at else placed
-        if part.transposed:
+        if part.scale:
+            _scaled_into(into, raw, kind, fetch(part.scale), block)
+        elif part.transposed:
             into.copy_(dequantize(raw, kind, dtype).view(shape).mT)
         else:
             dequantize_into(into, raw.reshape(*into.shape[:-1], -1), kind)
@@ -92,6 +100,23 @@ def assemble(
     elif recipe.after == "log_of_negative":
         out.neg_().log_()
     return out.to(device=device, dtype=dtype) if recipe.after else out
+
+
+def _scaled_into(
+    into: torch.Tensor, raw: Bytes, kind: str, scale: tuple[Bytes, str, tuple[int, ...]], block: tuple[int, int]
+) -> None:
+    """A matrix times its block factors, in float32, a strip of blocks at a time."""
+    from ktopt.weights.dequantize import dequantize
+
+    rows, columns = block
+    factors = dequantize(scale[0], scale[1]).view(scale[2])
+    if into.ndim != 2 or tuple(factors.shape) != (-(-into.shape[0] // rows), -(-into.shape[1] // columns)):
+        raise WeightError(
+            f"its scales are {list(factors.shape)}, which do not fit a {list(into.shape)} matrix in blocks of {list(block)}"
+        )
+    for strip, start in enumerate(range(0, into.shape[0], rows)):
+        wide = factors[strip].repeat_interleave(columns)[: into.shape[1]]
+        into[start : start + rows].copy_(dequantize(raw[start : start + rows], kind).mul_(wide))
 
 
 def rotary_rows(heads: int, rows: int) -> Rows:
@@ -104,8 +129,6 @@ def rotary_rows(heads: int, rows: int) -> Rows:
         return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
     return order
-
-
 
 
 def grouped_rows(groups: int, sizes: tuple[int, ...]) -> Rows:

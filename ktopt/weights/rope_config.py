@@ -61,14 +61,18 @@ def _yarn(keys: HyperParameters, config: dict[str, Any]) -> dict[str, Any]:
 def _llama3(keys: HyperParameters, theta: float) -> dict[str, Any]:
     tensor = keys.file.tensors["rope_freqs.weight"]
     if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 1 << 16:
-        raise WeightError(f"{keys.file.path}: rope_freqs.weight should be a short F32 vector, is {tensor.type} {list(tensor.shape)}")
+        raise WeightError(
+            f"{keys.file.path}: rope_freqs.weight should be a short F32 vector, is {tensor.type} {list(tensor.shape)}"
+        )
     data = keys.file.parts[tensor.part].data
     found = struct.unpack_from(f"<{tensor.shape[0]}f", data, tensor.offset)
     for factor in LLAMA3_FACTORS:
         expected = _llama3_factors(theta, 2 * len(found), factor)
         if all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(found, expected, strict=True)):
             return {"factor": factor, **LLAMA3}
-    raise WeightError(f"{keys.file.path}: rope_freqs.weight holds frequency factors other than Llama 3's; the model can't be described")
+    raise WeightError(
+        f"{keys.file.path}: rope_freqs.weight holds frequency factors other than Llama 3's; the model can't be described"
+    )
 
 
 def _llama3_factors(theta: float, dimensions: int, factor: float) -> list[float]:

@@ -1,0 +1,122 @@
+"""A safetensors file or folder as a WeightSource: parameters by transformers' names, read one at a time from the mapped files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktopt.weights.checkpoint_names import CheckpointNames
+from ktopt.weights.recipes import Recipe, assemble
+from ktopt.weights.safetensors import SafetensorsFile, open_files
+from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+MAX_CONFIG_BYTES = 1 << 22
+
+
+class SafetensorsSource:
+    """The weights in a safetensors file, or in all of a folder. `config` is the model's, by default the config.json beside them."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        self.path = Path(path)
+        self._files = open_files(self.path)
+        self._holder: dict[str, SafetensorsFile] = {name: file for file in self._files for name in file.tensors}
+        tensors = {name: file.tensors[name] for name, file in self._holder.items()}
+        try:
+            self._config = _config_beside(self.path)
+            known = config if config is not None else self._config or {}
+            self._block = _block_size(known) or _block_size(self._config or {}) or (128, 128)
+        except BaseException:
+            self.close()
+            raise
+        self._names = CheckpointNames(tensors, known, str(self.path))
+        self._recipes: dict[str, Recipe | None] = {}
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return self._recipe(name) is not None
+
+    def names(self) -> Iterator[str]:
+        return self._names.names()
+
+    def stored(self, name: str) -> StoredTensor:
+        recipe = self._needed(name)
+        parts = [self._holder[part.stored].tensors[part.stored] for part in recipe.parts]
+        return StoredTensor(
+            name,
+            tuple(t.name for t in parts),
+            recipe.shape,
+            tuple(t.type for t in parts),
+            sum(t.nbytes for t in parts),
+            self._holder[parts[0].name].path,
+        )
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        recipe = self._needed(name)
+        try:
+            return assemble(recipe, self._fetch, dtype, device, self._block)
+        except WeightError as error:
+            raise WeightError(f"{self.path}: {name}: {error}") from None
+
+    def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
+        recipe = self._needed(name)
+        if not recipe.as_stored:
+            raise WeightError(f"{self.path}: {name} can't be handed out as stored: it has scales beside it, use read")
+        fetched = (self._fetch(part.stored) for part in recipe.parts)
+        return [(kind, shape, raw) for raw, kind, shape in fetched]
+
+    def config(self) -> Mapping[str, Any] | None:
+        """The config.json beside the weights, None where there is none."""
+        return self._config
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _fetch(self, stored: str) -> tuple[numpy.ndarray[Any, Any], str, tuple[int, ...]]:
+        file = self._holder[stored]
+        tensor = file.tensors[stored]
+        return file.bytes_of(tensor), tensor.type, tensor.shape
+
+    def _recipe(self, name: str) -> Recipe | None:
+        if name not in self._recipes:
+            self._recipes[name] = self._names.recipe(name)
+        return self._recipes[name]
+
+    def _needed(self, name: str) -> Recipe:
+        recipe = self._recipe(name)
+        if recipe is None:
+            raise MissingTensor(f"{self.path} has no tensor for the parameter {name}")
+        return recipe
+
+
+def _config_beside(path: Path) -> Mapping[str, Any] | None:
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        return None
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise WeightError(f"{file} is larger than any model's config")
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{file} is no proper JSON: {str(error)[:100]}") from None
+    if not isinstance(config, dict):
+        raise WeightError(f"{file} is no JSON object")
+    return config
+
+
+def _block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share one scale in an FP8 checkpoint."""
+    quantization = config.get("quantization_config")
+    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+        return None
+    return (size[0], size[1])
