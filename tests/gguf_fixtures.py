@@ -52,7 +52,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_MOE, "head_dim": 32, "norm_topk_prob": True},
     "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_MLA, "norm_topk_prob": True},
-    "gemma3_text": {"tie_word_embeddings": True, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32, "num_hidden_layers": 6},
+    "gemma3_text": {
+        "tie_word_embeddings": True, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32, "num_hidden_layers": 6,
+    },
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1,
@@ -168,7 +170,8 @@ _LAYER = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -308,8 +311,8 @@ def _deepseek_keys(config: Any, kv_b: str) -> dict[str, Any]:
     if kv_b == "split":
         latent = config.kv_lora_rank
         return meta | {
-            "attention.head_count_kv": 1, "attention.key_length": latent + config.qk_rope_head_dim, "attention.value_length": latent,
-            "attention.key_length_mla": head, "attention.value_length_mla": value,
+            "attention.head_count_kv": 1, "attention.key_length": latent + config.qk_rope_head_dim,
+            "attention.value_length": latent, "attention.key_length_mla": head, "attention.value_length_mla": value,
         }  # fmt: skip
     return meta | {"attention.key_length": head, "attention.value_length": value}
 

@@ -1,7 +1,7 @@
 """Weight files behind one protocol: lazily mapped tensors by the model's own parameter names.
 
-gguf.py reads GGUF, safetensors.py reads safetensors; names.py maps parameter names to what the file calls them. Opening a source reads
-headers only and imports no torch; `read` does.
+gguf.py and safetensors.py read headers, names.py and checkpoint_names.py know what a model's parameters are made of, open.py opens.
+Opening a source reads headers only and imports no torch; `read` does.
 """
 
 from ktopt.weights.source import MissingTensor, StoredTensor, WeightError, WeightSource

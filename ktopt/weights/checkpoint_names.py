@@ -1,8 +1,8 @@
 """Which tensors of a Hugging Face checkpoint a parameter of today's transformers model is made of.
 
-Published checkpoints are older than transformers v5, which fuses experts: there each expert has its own matrices, Mixtral's under
-block_sparse_moe with the names w1, w3, w2. Both that and the fused form are read. Other differences: a tied lm_head that isn't stored,
-a prefix more or less, and DeepSeek's FP8 matrices with a scale a block beside them.
+Published checkpoints are older than transformers v5, which fuses experts: there each expert has its own matrices, Mixtral's
+under block_sparse_moe with the names w1, w3, w2. Both that and the fused form are read. Other differences: a tied lm_head that
+isn't stored, a prefix more or less, and DeepSeek's FP8 matrices with a scale a block beside them.
 """
 
 from __future__ import annotations

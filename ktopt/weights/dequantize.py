@@ -1,8 +1,8 @@
 """From stored blocks to numbers: GGML's storage types as torch tensors.
 
-Types that models commonly come in have vectorised torch routines below, which write straight into the result; the rest go through the
-gguf package. Both work on a few hundred thousand numbers at a time, so that the peak is the result plus one small piece, and both give
-exactly what gguf's own dequantiser gives in float32 (tested for every type). Layouts follow ggml-quants.c.
+Types that models commonly come in have vectorised torch routines below, which write straight into the result; the rest go
+through the gguf package. Both work on a few hundred thousand numbers at a time, so that the peak is the result plus one small
+piece, and both give exactly what gguf's own dequantiser gives in float32 (tested for every type). Layouts follow ggml-quants.c.
 
 Legend: B blocks; the last dimension of `blocks` is the bytes of one block.
 """

@@ -1,7 +1,7 @@
 """GGML's storage types: number, name, elements in a block, bytes in a block.
 
-A tensor of such a type is a sequence of rows, and a row a sequence of blocks. The numbers are those of GGUF files; a test compares
-the table with the one in the gguf package.
+A tensor of such a type is a sequence of rows, and a row a sequence of blocks. The numbers are those of GGUF files; a test
+compares the table with the one in the gguf package.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A reader of GGUF headers that believes nothing a file says before checking it against the file's size.
 
-The file is mapped, never loaded. Opening walks the header once: metadata values are only skipped over and decoded when asked for
-(a vocabulary of 49,000 tokens costs milliseconds), tensors are listed with their place in the file. Every count, length and offset is
-checked before use; what is wrong raises WeightError that names the file and the key or tensor. `gguf.open_gguf` finds all files of a
-split model from any of them. The format is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. Standard library only.
+The file is mapped, never loaded. Opening walks the header once: metadata values are only skipped over and decoded when asked
+for (a vocabulary of 49,000 tokens costs milliseconds), tensors are listed with their place in the file. Every count, length and
+offset is checked before use; what is wrong raises WeightError that names the file and the key or tensor. `gguf.open_gguf` finds
+all files of a split model from any of them. The format is that of ggml's docs/gguf.md, versions 2 and 3, little-endian.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,7 +270,7 @@ class GGUFPart:
                 )
             tensors[t.name] = GGUFTensor(t.name, t.shape, t.type, start, t.nbytes, t.part)
         ordered = sorted(tensors.values(), key=lambda t: t.offset)
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in pairwise(ordered):
             if before.offset + before.nbytes > after.offset:
                 raise WeightError(f"{self.path}: the tensors {before.name} and {after.name} overlap at byte {after.offset}")
         return tensors

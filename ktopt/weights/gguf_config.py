@@ -1,7 +1,7 @@
 """A transformers config from a GGUF file's metadata: sizes, rotary embedding, experts, special tokens.
 
-Only what the file says or what the architecture fixes is set; transformers' own defaults are never relied on for a size. A key that is
-missing or of the wrong type is a WeightError that names it. Imports neither torch nor transformers.
+Only what the file says or what the architecture fixes is set; transformers' own defaults are never relied on for a size. A key
+that is missing or of the wrong type is a WeightError that names it. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGMOID = 2
 
 
 class HyperParameters:
-    """Typed access to the metadata of the file's architecture: `int("block_count")` is llama.block_count of a llama file."""
+    """Typed access to the metadata of the file's architecture: `count("block_count")` is llama.block_count of a llama file."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.arch, self.metadata = file, file.architecture, file.metadata
@@ -41,7 +41,8 @@ class HyperParameters:
             raise WeightError(f"{self.file.path}: the metadata key {full} is {_brief(value)}, not {what}")
         return value
 
-    def int(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None) -> int:
+        """A number of at least 0."""
         value: int = self._get(key, (int,), "a whole number", default)
         if not 0 <= value <= 1 << 40:
             raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value}, which is no size")
@@ -49,15 +50,15 @@ class HyperParameters:
 
     def size(self, key: str, default: int | None = None) -> int:
         """A number of at least 1."""
-        value = self.int(key, default)
+        value = self.count(key, default)
         if value < 1:
             raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value}; it must be at least 1")
         return value
 
-    def float(self, key: str, default: float | None = None) -> float:
+    def real(self, key: str, default: float | None = None) -> float:
         return _short(self._get(key, (float, int), "a number", default))
 
-    def bool(self, key: str, default: bool | None = None) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         value: bool = self._get(key, (bool,), "true or false", default)
         return value
 
@@ -104,13 +105,13 @@ def _common(keys: HyperParameters) -> Config:
     config: Config = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": keys.size("block_count") - keys.int("nextn_predict_layers", 0),
+        "num_hidden_layers": keys.size("block_count") - keys.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": keys.size("attention.key_length", keys.size("rope.dimension_count", max(1, hidden // heads))),
-        "intermediate_size": keys.int("feed_forward_length"),
+        "intermediate_size": keys.count("feed_forward_length"),
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.float("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
     }
@@ -127,7 +128,7 @@ def _named(config: Config, model_type: str, cls: str) -> None:
 
 
 def _llama(keys: HyperParameters, config: Config) -> None:
-    if keys.int("expert_count", 0):
+    if keys.count("expert_count", 0):
         _named(config, "mixtral", "MixtralForCausalLM")
         config.update(num_local_experts=keys.size("expert_count"), num_experts_per_tok=keys.size("expert_used_count"))
         return
@@ -160,14 +161,14 @@ def _qwen2_moe(keys: HyperParameters, config: Config) -> None:
     _named(config, "qwen2_moe", "Qwen2MoeForCausalLM")
     _experts(keys, config)
     config["shared_expert_intermediate_size"] = keys.size("expert_shared_feed_forward_length")
-    config["norm_topk_prob"] = keys.bool("expert_weights_norm", False)
+    config["norm_topk_prob"] = keys.flag("expert_weights_norm", False)
     config["qkv_bias"] = keys.has_tensor("blk.0.attn_q.bias")
 
 
 def _qwen3_moe(keys: HyperParameters, config: Config) -> None:
     _named(config, "qwen3_moe", "Qwen3MoeForCausalLM")
     _experts(keys, config)
-    config["norm_topk_prob"] = keys.bool("expert_weights_norm", True)
+    config["norm_topk_prob"] = keys.flag("expert_weights_norm", True)
 
 
 def _qwen3_next(keys: HyperParameters, config: Config) -> None:
@@ -177,7 +178,7 @@ def _qwen3_next(keys: HyperParameters, config: Config) -> None:
     every = keys.size("full_attention_interval", 4)
     config.update(
         shared_expert_intermediate_size=keys.size("expert_shared_feed_forward_length"),
-        norm_topk_prob=keys.bool("expert_weights_norm", True),
+        norm_topk_prob=keys.flag("expert_weights_norm", True),
         linear_conv_kernel_dim=keys.size("ssm.conv_kernel"),
         linear_num_key_heads=keys.size("ssm.group_count"),
         linear_num_value_heads=value_heads,
@@ -191,13 +192,13 @@ def _qwen3_next(keys: HyperParameters, config: Config) -> None:
 
 def _deepseek(keys: HyperParameters, config: Config) -> None:
     """Both ways of writing MLA: by newer converters as one latent head, with the real sizes under *_mla, or with the real sizes."""
-    sigmoid = keys.int("expert_gating_func", 1) == SIGMOID
+    sigmoid = keys.count("expert_gating_func", 1) == SIGMOID
     _named(config, *(("deepseek_v3", "DeepseekV3ForCausalLM") if sigmoid else ("deepseek_v2", "DeepseekV2ForCausalLM")))
     rope = keys.size("rope.dimension_count")
     nope = keys.size("attention.key_length_mla", keys.size("attention.key_length")) - rope
     if nope < 1:
         raise WeightError(f"{keys.file.path}: the head size is not larger than {keys.arch}.rope.dimension_count, {rope}")
-    groups = keys.int("expert_group_count", 1) or 1
+    groups = keys.count("expert_group_count", 1) or 1
     if not sigmoid:
         config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     config.update(
@@ -209,8 +210,8 @@ def _deepseek(keys: HyperParameters, config: Config) -> None:
         qk_rope_head_dim=rope,
         v_head_dim=keys.size("attention.value_length_mla", keys.size("attention.value_length")),
         n_group=groups,
-        topk_group=keys.int("expert_group_used_count", 1) or 1,
-        norm_topk_prob=keys.bool("expert_weights_norm", sigmoid),
+        topk_group=keys.count("expert_group_used_count", 1) or 1,
+        norm_topk_prob=keys.flag("expert_weights_norm", sigmoid),
     )
     _shared_experts(keys, config)
 
@@ -220,9 +221,9 @@ def _shared_experts(keys: HyperParameters, config: Config) -> None:
         n_routed_experts=keys.size("expert_count"),
         num_experts_per_tok=keys.size("expert_used_count"),
         moe_intermediate_size=keys.size("expert_feed_forward_length"),
-        n_shared_experts=keys.int("expert_shared_count"),
-        first_k_dense_replace=keys.int("leading_dense_block_count", 0),
-        routed_scaling_factor=keys.float("expert_weights_scale", 1.0),
+        n_shared_experts=keys.count("expert_shared_count"),
+        first_k_dense_replace=keys.count("leading_dense_block_count", 0),
+        routed_scaling_factor=keys.real("expert_weights_scale", 1.0),
     )
 
 
@@ -244,9 +245,9 @@ def _glm4_moe(keys: HyperParameters, config: Config) -> None:
     _named(config, "glm4_moe", "Glm4MoeForCausalLM")
     _shared_experts(keys, config)
     config.update(
-        n_group=keys.int("expert_group_count", 1) or 1,
-        topk_group=keys.int("expert_group_used_count", 1) or 1,
-        norm_topk_prob=keys.bool("expert_weights_norm", True),
+        n_group=keys.count("expert_group_count", 1) or 1,
+        topk_group=keys.count("expert_group_used_count", 1) or 1,
+        norm_topk_prob=keys.flag("expert_weights_norm", True),
         attention_bias=keys.has_tensor("blk.0.attn_q.bias"),
         use_qk_norm=keys.has_tensor("blk.0.attn_q_norm.weight"),
     )

@@ -26,7 +26,7 @@ class ModuleTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self.path = Path(f"<{type(model).__name__} in memory>")
-        self._model_config = getattr(model, "config", None)
+        self._model_config: Any = getattr(model, "config", None)
         persistent = model.state_dict(keep_vars=True)
         self._tensors: dict[str, torch.Tensor] = {k: v for k, v in persistent.items() if hasattr(v, "dtype")}
 

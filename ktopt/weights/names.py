@@ -1,9 +1,9 @@
 """Which GGUF tensors a model's parameter is made of: transformers' names to llama.cpp's.
 
-The names themselves come from the gguf package's TensorNameMap. What this file adds is what llama.cpp's converters do to the weights on
-the way (and what transformers v5 did to its models since): rotary rows permuted in the llama family, one added to Gemma's norms, experts
-fused in two or three tensors or one tensor an expert, MLA's kv_b in one piece or split in two. Nothing here reads weights: it looks at
-names and shapes only, and answers with recipes.
+The names themselves come from the gguf package's TensorNameMap. What this file adds is what llama.cpp's converters do to the
+weights on the way (and what transformers v5 did to its models since): rotary rows permuted in the llama family, one added to
+Gemma's norms, experts fused in two or three tensors or one tensor an expert, MLA's kv_b in one piece or split in two. Nothing
+here reads weights: it looks at names and shapes only, and answers with recipes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_model_type(architecture: str, model_type: str, where: str) -> None:
         )
     if model_type and model_type not in MODEL_TYPES[architecture]:
         raise WeightError(
-            f"{where} holds a model of GGUF architecture {architecture!r}, which is no {model_type}: it is the wrong file for this model"
+            f"{where} is the wrong file for this model: it holds one of GGUF architecture {architecture!r}, not {model_type}"
         )
 
 
@@ -103,7 +103,7 @@ class GGUFNames:
 
     @property
     def _other_shared(self) -> str:
-        """Models call their shared experts by two names, which GGUF has one name for; this is the name that the model does not use."""
+        """GGUF has one name for shared experts, transformers two: the start of the one that this model does not use."""
         return "mlp.shared_expert." if self.arch in ("deepseek2", "glm4moe") else "mlp.shared_experts."
 
     def _held(self, *names: str) -> Iterator[str]:

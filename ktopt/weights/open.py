@@ -18,8 +18,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 def open_weights(path: str | Path, config: Mapping[str, Any] | None = None) -> WeightSource:
     """Open a GGUF file (or one of a split model), a safetensors file, or a folder with either.
 
-    `config` is the model's, in transformers' terms; the default is the source's own. WeightError for what holds no weights, is damaged,
-    or is of another architecture than the config.
+    `config` is the model's, in transformers' terms; the default is the source's own. WeightError for what holds no weights, is
+    damaged, or is of another architecture than the config.
     """
     path = Path(path)
     if path.is_dir():
@@ -48,8 +48,8 @@ def _open_folder(folder: Path, config: Mapping[str, Any] | None) -> WeightSource
 
 
 def check_complete(source: WeightSource, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What stands in the way of loading parameters of these shapes from `source`: one sentence for each tensor that is missing or has
-    another shape, naming it and the file. Reads headers only."""
+    """What stands in the way of loading parameters of these shapes from `source`: one sentence for each tensor that is missing
+    or has another shape, naming it and the file. Reads headers only."""
     problems = []
     for name, shape in wanted.items():
         try:

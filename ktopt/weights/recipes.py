@@ -1,8 +1,9 @@
 """How a model's parameter is put together from what a file stores: a recipe, and the one function that carries it out.
 
-Most parameters are one stored tensor. Others are joined (the gate and up projections of all experts), have their rows in another order
-(rotary heads in GGUF's llama models), are transposed per head (MLA's split kv_b), or shifted by one (Gemma's norms). A recipe says so as
-data: names.py and safetensors.py write recipes, `assemble` reads each part straight into its place in the result.
+Most parameters are one stored tensor. Others are joined (the gate and up projections of all experts), have their rows in
+another order (rotary heads in GGUF's llama models), are transposed per head (MLA's split kv_b), or shifted by one (Gemma's
+norms). A recipe says so as data: names.py and safetensors.py write recipes, `assemble` reads each part straight into its place
+in the result.
 """
 
 from __future__ import annotations

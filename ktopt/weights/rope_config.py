@@ -1,7 +1,7 @@
 """The rotary embedding's parameters from GGUF metadata, in transformers v5's `rope_parameters` form.
 
-Linear and YaRN scaling are metadata. Llama 3's scaling is not: llama.cpp stores its per-frequency factors as the tensor rope_freqs, from
-which the parameters are found again by trying the published ones.
+Linear and YaRN scaling are metadata. Llama 3's scaling is not: llama.cpp stores its per-frequency factors as the tensor
+rope_freqs, from which the parameters are found again by trying the published ones.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def rope_parameters(keys: HyperParameters, config: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of the config so far; for Gemma 3 one set a layer type."""
-    rope = _scaled(keys, keys.float("rope.freq_base", 10000.0), config)
+    rope = _scaled(keys, keys.real("rope.freq_base", 10000.0), config)
     if config["model_type"] == "gemma3_text":
-        local = keys.float("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+        local = keys.real("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
-    rotary = keys.int("rope.dimension_count", 0)
+    rotary = keys.count("rope.dimension_count", 0)
     if rotary and rotary != config["head_dim"]:
         rope["partial_rotary_factor"] = rotary / config["head_dim"]
     return rope
@@ -34,7 +34,7 @@ def rope_parameters(keys: HyperParameters, config: dict[str, Any]) -> dict[str, 
 
 def _scaled(keys: HyperParameters, theta: float, config: dict[str, Any]) -> dict[str, Any]:
     kind = keys.text("rope.scaling.type", "none")
-    factor = keys.float("rope.scaling.factor", keys.float("rope.scale_linear", 1.0))
+    factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
     if kind == "yarn":
         return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, **_yarn(keys, config)}
     if kind == "linear" or (kind == "none" and factor != 1.0):
@@ -49,12 +49,12 @@ def _scaled(keys: HyperParameters, theta: float, config: dict[str, Any]) -> dict
 def _yarn(keys: HyperParameters, config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "original_max_position_embeddings": keys.size("rope.scaling.original_context_length"),
-        "beta_fast": keys.float("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": keys.float("rope.scaling.yarn_beta_slow", 1.0),
+        "beta_fast": keys.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": keys.real("rope.scaling.yarn_beta_slow", 1.0),
     }
     if "rope.scaling.yarn_log_multiplier" in keys:
         # DeepSeek's converters write a tenth of mscale_all_dim, and its models all have mscale equal to it.
-        found["mscale"] = found["mscale_all_dim"] = round(10 * keys.float("rope.scaling.yarn_log_multiplier"), 6)
+        found["mscale"] = found["mscale_all_dim"] = round(10 * keys.real("rope.scaling.yarn_log_multiplier"), 6)
     return found
 
 

@@ -1,8 +1,8 @@
 """Reads safetensors headers, checking them against the file before anything is used; data stays in the mapped file.
 
-The format: eight bytes with the header's length, a JSON object of name -> {dtype, shape, data_offsets}, then the data. `open_files` opens
-one file, or all shards of a folder with their index. How a model's parameters are made of these tensors is checkpoint_names.py's part.
-Standard library only.
+The format: eight bytes with the header's length, a JSON object of name -> {dtype, shape, data_offsets}, then the data.
+`open_files` opens one file, or all shards of a folder with their index. How a model's parameters are made of these tensors is
+checkpoint_names.py's part. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ktopt.weights.source import WeightError
 
@@ -58,13 +59,14 @@ class SafetensorsFile:
         start = 8 + length
         tensors = {name: self._tensor(name, entry, start) for name, entry in header.items() if name != "__metadata__"}
         ordered = sorted((t for t in tensors.values() if t.nbytes), key=lambda t: t.offset)
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in pairwise(ordered):
             if before.offset + before.nbytes > after.offset:
                 raise WeightError(f"{self.path}: the tensors {before.name} and {after.name} overlap at byte {after.offset}")
         return tensors
 
     def _tensor(self, name: str, entry: Any, start: int) -> SafeTensor:
-        kind, shape, place = (entry.get(k) for k in ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else (None,) * 3
+        entry = entry if isinstance(entry, dict) else {}
+        kind, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if not isinstance(kind, str) or kind not in ITEM_BYTES:
             raise WeightError(f"{self.path}: tensor {name} has the unknown dtype {kind!r}")
         if not _sizes(shape) or not _sizes(place) or len(place) != 2 or len(shape) > 8:
@@ -150,7 +152,7 @@ def _check_index(folder: Path, seen: Mapping[str, Path]) -> None:
             raise WeightError(f"{folder / file} lacks the tensor {name}, which {INDEX} says is in it")
 
 
-def _sizes(value: Any) -> bool:
+def _sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
 
 

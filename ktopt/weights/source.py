@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WeightError(KtoptError):
-    """A weight file is damaged, truncated, of the wrong model or of a type that can't be read. The message names file and tensor."""
+    """A weight file is damaged, truncated, of the wrong model or of a type that can't be read. Names file and tensor."""
 
 
 class MissingTensor(WeightError):
