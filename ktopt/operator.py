@@ -77,6 +77,8 @@ class Op:
     devices       kinds of device that it runs on
     counterpart   the op that takes its place on a device that it can't run on (under --remap), or "" for none
     needs         why it isn't to be had in this version ("" when it is); its counterpart then runs, and the plan says so
+    packs         it keeps the weight only in a packed form, from which the plain weight can't be had back
+    formerly      names that old tutorials give it, which no version here takes: for suggestions
     """
 
     name: str
@@ -84,6 +86,8 @@ class Op:
     help: str
     counterpart: str = ""
     needs: str = ""
+    packs: bool = False
+    formerly: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +225,8 @@ def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[st
         except ValueError as error:
             return Problem(key, "value", f"`{key}`: {error}"), value
     if meta.get("op") and value is not None and value not in spec.ops:
-        near = nearest(str(value), spec.ops)
+        former = {name: op.name for op in spec.ops.values() for name in op.formerly}
+        near = former.get(str(value)) or nearest(str(value), spec.ops)
         known = ", ".join(spec.ops)
         hint_text = f" (did you mean {near}?)" if near else ""
         return Problem(key, "value", f"`{key}`: unknown op {value!r} of {spec.name}; known: {known}{hint_text}", near), value

@@ -20,6 +20,7 @@ EXPERTS_OPS = (
         "computed on the CPU from the weights as stored, by the kernel that `backend` names",
         counterpart="KExpertsTorch",
         needs=NO_CPU_KERNEL,
+        formerly=("MLPCPUExperts",),
     ),
     Op(
         "KExpertsMarlin",
@@ -27,6 +28,7 @@ EXPERTS_OPS = (
         "4-bit Marlin kernel for each expert",
         counterpart="KExpertsTorch",
         needs="quantised CUDA kernels are not in this version",
+        formerly=("MLPCUDAExperts",),
     ),
     Op(
         "KSFTExpertsCPU",

@@ -25,6 +25,8 @@ LINEAR_OPS = (
         "4-bit (or 8-bit) group-quantised Marlin kernel",
         counterpart="KLinearCPUInfer",
         needs=NO_CUDA_KERNEL,
+        packs=True,
+        formerly=("QuantizedLinearMarlin",),
     ),
     Op(
         "VLinearMarlin",
@@ -32,6 +34,7 @@ LINEAR_OPS = (
         "Marlin kernel for batches of changing size",
         counterpart="KLinearCPUInfer",
         needs=NO_CUDA_KERNEL,
+        packs=True,
     ),
     Op(
         "KLinearFP8",

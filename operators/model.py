@@ -29,7 +29,9 @@ class ModelConfig(OperatorConfig):
         aliases=("per_layer_prefill_intput_threshold",),
         ignored_when=layer_wise,
     )
-    transfer_map: dict[int, str] | None = option(None, help="device that hidden states move to before each of these layers")
+    transfer_map: dict[int, str] | None = option(
+        None, help="device that hidden states move to before each of these layers; checked against the placement", device=True
+    )
 
 
 LOOP = "a loop over the layers that moved hidden states by transfer_map, and could load one layer at a time to prefill long prompts"
