@@ -246,10 +246,10 @@ class _Planner:
                 changes[f.name] = generate
             elif f.name == "prefill_device":
                 changes[f.name] = prefill
-            elif f.metadata.get("device") and value is not None:
-                changes[f.name] = self.options.place(value)
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
+            elif f.metadata.get("device") and isinstance(value, str):
+                changes[f.name] = self.options.place(value)
             elif f.metadata.get("op") and value in spec.ops:
                 device = prefill if f.name.startswith("prefill") else generate
                 chosen, why = self._op_here(spec, spec.ops[value], device)
