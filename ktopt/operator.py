@@ -34,7 +34,7 @@ def option(
 
     help      one line for the schema, the CLI and the docs
     aliases   other spellings that YAML may use (upstream's misspellings)
-    device    the value is a device name (or a mapping to device names), kept in its canonical spelling
+    device    the value is a device name, kept in its canonical spelling
     op        the value names one of the operator's inner ops
     ignored   accepted because upstream files carry it, but nothing reads it: why, in words
     ignored_when   of a value: why this value has no effect here, or "" where it has
@@ -221,7 +221,7 @@ def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[st
         return Problem(key, "type", f"`{key}` must be {wanted}, not {written}"), value
     if meta.get("device") and value is not None:
         try:
-            value = {k: canonical_device(v) for k, v in value.items()} if isinstance(value, dict) else canonical_device(value)
+            value = canonical_device(value)
         except ValueError as error:
             return Problem(key, "value", f"`{key}`: {error}"), value
     if meta.get("op") and value is not None and value not in spec.ops:
