@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ktopt.operator import OperatorConfig, operator, option
+from ktopt.operator import OperatorConfig, Problem, operator, option
 from ktopt.operators.names import upstream_names
+from ktopt.placement import canonical_device
 
 REASON = "transformers' own loop over the layers runs; the plan derives the moves between devices and apply installs them"
 SUMMARY = "places the model's own buffers; transfers between layers are derived from the placement"
@@ -30,8 +33,18 @@ class ModelConfig(OperatorConfig):
         ignored_when=layer_wise,
     )
     transfer_map: dict[int, str] | None = option(
-        None, help="device that hidden states move to before each of these layers; checked against the placement", device=True
+        None, help="device that hidden states move to before each of these layers; checked against the placement"
     )
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> list[Problem]:
+        problems = []
+        for layer, device in (given.get("transfer_map") or {}).items():
+            try:
+                canonical_device(device)
+            except ValueError as error:
+                problems.append(Problem("transfer_map", "value", f"`transfer_map` of layer {layer}: {error}"))
+        return problems
 
 
 LOOP = "a loop over the layers that moved hidden states by transfer_map, and could load one layer at a time to prefill long prompts"
