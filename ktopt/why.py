@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rule that did not decide. `clause` is what failed (name, class, selector, when, order, closed); `reason` says how."""
+    """A rule that did not decide. `clause` is what failed (name, class, selector, when, order, alias, closed), `reason` how."""
 
     number: int
     id: str
@@ -160,11 +160,14 @@ def _failure(
         index = matches.decisions[owner.index].rule
         who = f"rule {index + 1}" if index is not None else "a rule"
         return "closed", f"it fits, but {who} took {owner.path or 'the model'} with `recursive: false`, and so all below it"
-    if decision.rule is not None and rule.index > decision.rule:
-        return "order", f"it fits, but rule {decision.rule + 1} ({ruleset.rules[decision.rule].origin}) comes first"
     if rule.index in decision.alias_rules:
-        return "order", "it takes older paths of this module, and decides with the winner: see replicas"
-    return "order", "it fits this path, but the module's older paths decide, and they are another rule's"
+        device = getattr(rule.replace.config, "generate_device", None)
+        return "alias", "it takes other older paths of this module, with the same operator" + (
+            f": a copy on {device}" if device else ""
+        )
+    if decision.rule is not None and rule.index > decision.rule:
+        return "order", f"it fits, but rule {decision.rule + 1} comes first"
+    return "alias", f"it takes {module.path or 'the model'} itself, but rules that take its older paths decide"
 
 
 def _mismatch(rule: Rule, module: Module) -> tuple[str, str]:
@@ -183,16 +186,17 @@ def _mismatch(rule: Rule, module: Module) -> tuple[str, str]:
 
 def _classes(module: Module) -> str:
     own = [name.rpartition(".")[2] for name in (*module.cls.mro, *module.alias_classes)]
-    return ", ".join(dict.fromkeys(own))
+    return ", ".join(name for name in dict.fromkeys(own) if name != "Module" or len(own) == 1)
 
 
 def _lines(e: Explanation) -> Iterator[str]:
+    home = e.rule.origin.file if e.rule else e.lost[0].origin.file if e.lost else ""
     yield f"{e.path or '(the model)'}  {e.cls}"
     if e.asked != e.path:
         yield f"  asked for by its older path {e.asked}"
     if e.rule is not None:
         by = f", by its older path {e.alias}" if e.alias else ""
-        yield f"  rule {e.rule.number} ({e.rule.id}) at {e.rule.origin} decides{by}"
+        yield f"  {_label(e.rule.number, e.rule.id)} at {e.rule.origin} decides{by}"
     elif e.closed_by:
         yield f"  part of {e.closed_by}, whose rule has `recursive: false`"
     else:
@@ -202,18 +206,29 @@ def _lines(e: Explanation) -> Iterator[str]:
     yield f"  {e.operator} on {places}{prefill}, {e.weight_bytes:,} bytes of its own"
     for note in e.notes:
         yield f"  note: {note}"
-    if e.kwargs:
-        yield ""
-        yield "kwargs"
-        wide = max(len(f"{k.name} = {_yaml(k.value)}") for k in e.kwargs)
-        for k in e.kwargs:
-            yield f"  {f'{k.name} = {_yaml(k.value)}':<{wide}}  {k.source}"
-    if e.lost:
-        yield ""
-        yield "other rules"
-    for lost in e.lost:
-        label = f"rule {lost.number}" + ("" if lost.id == f"rule-{lost.number}" else f" ({lost.id})")
-        yield f"  {label} at {lost.origin}: {lost.clause}: {lost.reason}"
+    yield from _columns("kwargs", [(f"{k.name} = {_yaml(k.value)}", _here(k.source, home)) for k in e.kwargs])
+    rows = [(_here(str(x.origin), home), _label(x.number, x.id), x.clause, x.reason) for x in e.lost]
+    yield from _columns(f"other rules of {home}", rows)
+
+
+def _columns(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """A titled block of aligned columns; nothing where there are no rows."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield ""
+    yield title
+    for row in rows:
+        yield ("  " + "  ".join(f"{cell:<{wide}}" for cell, wide in zip(row, widths, strict=True))).rstrip()
+
+
+def _label(number: int, id: str) -> str:
+    return f"rule {number}" if id == f"rule-{number}" else f"rule {number} ({id})"
+
+
+def _here(place: str, home: str) -> str:
+    """ "line 12" for a place in the rule file itself."""
+    return place.replace(f"{home}:", "line ", 1) if home else place
 
 
 def _yaml(value: Any) -> str:

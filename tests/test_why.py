@@ -1,0 +1,122 @@
+"""Why a module became what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders import deepseek_like, rule, rule_set, spec
+
+from ktopt.diagnostics import Report, UsageError
+from ktopt.graph import ModuleGraph
+from ktopt.match import match
+from ktopt.planning import PlanOptions, make_plan
+from ktopt.why import Explanation, Lost, explain_module, find_module
+
+LINEAR = spec("KLinear", "linear")
+ROTARY = spec("KRotary", "rotary")
+EXPERTS = spec("KExperts", "experts")
+OLD_ROTARY = "ktransformers.models.modeling_deepseek_v3.DeepseekV3RotaryEmbedding"
+GRAPH = deepseek_like(layers=6, dense=2)
+RULES = (
+    rule(r"^model\.layers\.[0-2]\.", OLD_ROTARY, ROTARY, generate_device="cuda:0"),
+    rule(r"^model\.layers\.[3-5]\.", OLD_ROTARY, ROTARY, generate_device="cuda:1"),
+    rule(r"^model\.layers\..*(?<!kv_b_proj)$", "torch.nn.Linear", LINEAR, generate_device="cuda:0", generate_op="Plain"),
+    rule(r"\.mlp\.experts$", None, EXPERTS, recursive=False, generate_device="cpu"),
+    rule(r"^model\.layers\.", None),
+)
+
+
+def why(path: str, *rules: Any, graph: ModuleGraph = GRAPH, remap: dict[str, str] | None = None) -> Explanation:
+    ruleset, report = rule_set(*(rules or RULES)), Report()
+    matches = match(ruleset, graph, None, report)
+    plan = make_plan(ruleset, graph, matches, PlanOptions(remap=remap or {}), report)
+    return explain_module(path, ruleset, graph, matches, plan)
+
+
+def lost(explanation: Explanation) -> dict[int, Lost]:
+    return {x.number: x for x in explanation.lost}
+
+
+def test_the_winner_and_the_clause_that_each_other_rule_failed() -> None:
+    found = why("model.layers.4.self_attn.q_a_proj")
+    assert found.rule is not None
+    assert (found.rule.number, found.operator, found.alias) == (3, "KLinear", "")
+    assert {n: x.clause for n, x in lost(found).items()} == {1: "name, class", 2: "class", 4: "name", 5: "order"}
+    assert lost(found)[5].reason == "it fits, but rule 3 comes first"
+    assert lost(found)[2].reason == f"{OLD_ROTARY} is none of Linear"
+
+
+def test_a_negative_pattern_s_failure_is_named() -> None:
+    found = why("model.layers.4.self_attn.kv_b_proj")
+    assert found.operator == "default"
+    assert lost(found)[3].clause == "name"
+    assert "kv_b_proj" in lost(found)[3].reason
+
+
+def test_each_kwarg_says_where_it_comes_from() -> None:
+    sources = {k.name: (k.value, k.source) for k in why("model.layers.4.self_attn.q_a_proj").kwargs}
+    assert sources["generate_device"] == ("cuda:0", "rules.yaml:24")
+    assert sources["generate_op"] == ("Plain", "rules.yaml:24")
+    assert sources["transfer_map"] == (None, "default")
+
+
+def test_a_device_that_nobody_gave_comes_from_the_default_device() -> None:
+    sources = {k.name: k.source for k in why("model.norm", rule("norm", None)).kwargs}
+    assert sources["generate_device"] == "default device, cuda:0"
+
+
+def test_a_remapped_device_says_what_the_file_has() -> None:
+    found = why("model.layers.4.self_attn.q_a_proj", remap={"cuda": "cpu"})
+    (device,) = (k for k in found.kwargs if k.name == "generate_device")
+    assert (device.value, device.source) == ("cpu", "rules.yaml:24, where it is cuda:0; remapped")
+
+
+def test_a_module_below_a_closed_one_names_its_owner() -> None:
+    found = why("model.layers.3.mlp.experts.act_fn")
+    assert (found.rule, found.closed_by) == (None, "model.layers.3.mlp.experts")
+    assert lost(found)[5].clause == "closed"
+    assert "rule 4 took model.layers.3.mlp.experts" in lost(found)[5].reason
+    assert "part of model.layers.3.mlp.experts" in found.render()
+
+
+def test_an_older_path_finds_the_module_and_the_copies_are_explained() -> None:
+    found = why("model.layers.4.self_attn.rotary_emb")
+    assert found.path == "model.rotary_emb"
+    assert found.alias == "model.layers.0.self_attn.rotary_emb"
+    assert found.replicas == ("cuda:1",)
+    assert lost(found)[2].clause == "alias"
+    assert "a copy on cuda:1" in lost(found)[2].reason
+    assert "asked for by its older path model.layers.4.self_attn.rotary_emb" in found.render()
+
+
+def test_a_module_that_no_rule_takes() -> None:
+    found = why("lm_head")
+    assert found.rule is None
+    assert "no rule takes it" in found.render()
+    assert len(found.lost) == len(RULES)
+
+
+def test_the_text_stands_in_columns_and_names_lines() -> None:
+    text = why("model.layers.4.self_attn.q_a_proj").render()
+    assert "  rule 3 at rules.yaml:21 decides\n" in text
+    assert "\nkwargs\n  generate_device = cuda:0  line 24\n" in text
+    assert "\nother rules of rules.yaml\n  line 1   rule 1  name, class  " in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("model.layers.3.mlp.gat", "model.layers.3.mlp.gate"),
+        ("layers.3.mlp.gate", "model.layers.3.mlp.gate"),
+        ("model.layer.3.self_attn", "model.layers.3.self_attn"),
+    ],
+)
+def test_an_unknown_module_names_the_nearest(asked: str, near: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {near}"):
+        find_module(asked, GRAPH)
+
+
+def test_nothing_near_points_to_the_tree() -> None:
+    with pytest.raises(UsageError, match="ktopt inspect deepseek-like"):
+        find_module("zzz", GRAPH)
