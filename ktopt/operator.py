@@ -172,8 +172,8 @@ class Problem:
 
 def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[OperatorConfig | None, list[Problem]]:
     """An operator's config from YAML kwargs, with every problem found. The config is None when a problem is more than "ignored"."""
-    known = option_names(spec.config)
-    hints = field_types(spec.config)
+    config: Any = spec.config
+    known, hints = option_names(config), field_types(config)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in kwargs.items():

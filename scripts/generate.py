@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def op_row(op: Op) -> tuple[str, ...]:
 
 
 def option_rows(spec: OperatorSpec) -> list[tuple[str, ...]]:
-    hints = field_types(spec.config)
-    rows = []
-    for f in dataclasses.fields(spec.config):
+    config: Any = spec.config
+    hints = field_types(config)
+    rows: list[tuple[str, ...]] = []
+    for f in dataclasses.fields(config):
         names = ", ".join(f"`{name}`" for name in (f.name, *f.metadata["aliases"]))
         meaning = f.metadata["help"]
         if f.metadata["ignored"]:
@@ -88,7 +90,7 @@ def sentence(text: str) -> str:
     return text and text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """A Markdown table."""
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, ("---",) * len(head), *rows)]
 
