@@ -121,7 +121,7 @@ class Application:
     def load(self, progress: Progress | None = None) -> Any:
         """Place every tensor, then finish the model and return it."""
         root = self._swap.root
-        feed = TensorFeed(self.prepared, self.tensors, progress)
+        feed = TensorFeed(self.prepared, self.tensors, progress, self._swap.forget)
         try:
             Loader(self.prepared, feed, root, self._swap.replaced).run()
         except BaseException as error:
@@ -132,7 +132,6 @@ class Application:
             if isinstance(error, Exception):
                 raise KtoptError(_failure(feed, error)) from error
             raise
-        self._swap.forget()
         return finish(root, self.prepared.plan)
 
 

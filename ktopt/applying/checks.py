@@ -56,14 +56,13 @@ class Need:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan that has passed every check on this model and these weights. `in_hand`: the weights are the model's own."""
+    """A plan that has passed every check on this model and these weights."""
 
     plan: Plan
     graph: ModuleGraph
     root: nn.Module
     replacements: tuple[Replacement, ...]
     needs: dict[str, Need]
-    in_hand: bool
 
 
 def prepare(plan: Plan, root: nn.Module, tensors: Any) -> Prepared:
@@ -73,7 +72,7 @@ def prepare(plan: Plan, root: nn.Module, tensors: Any) -> Prepared:
     graph = graph_from_module(root)
     verify(plan, graph, getattr(root, "config", None))
     replacements = tuple(_replacements(plan, graph, root))
-    return Prepared(plan, graph, root, replacements, _needs(plan, graph, root, tensors), getattr(tensors, "model", None) is root)
+    return Prepared(plan, graph, root, replacements, _needs(plan, graph, root, tensors))
 
 
 def blame(plan: Plan, step: Step) -> str:

@@ -1,6 +1,6 @@
 """Indexing fake CUDA tensors in a torch that was built without CUDA.
 
-Python's `tensor[...]`, and a few methods more, ask for a guard of the tensor's device before they dispatch, and a CPU-only torch has
+Python's `tensor[...]`, and a few methods more, ask for a guard of the tensor's device before they dispatch; a CPU torch has
 none for CUDA, whatever FakeTensorMode says. The operations behind them need none, so this mode calls those directly.
 """
 

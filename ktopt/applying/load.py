@@ -30,13 +30,20 @@ class TensorFeed:
     """The weights as operators see them (the Tensors protocol): resolves tied names, shares tied tensors that want one dtype on one
     device, and keeps account of what has been read."""
 
-    def __init__(self, prepared: Prepared, tensors: Any, progress: Callable[[ProgressEvent], None] | None) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        tensors: Any,
+        progress: Callable[[ProgressEvent], None] | None,
+        committed: Callable[[], None],
+    ) -> None:
         self.current = ""
         self.placed = False
         self._prepared = prepared
         self._needs = prepared.needs
         self._tensors = tensors
         self._progress = progress
+        self._committed = committed
         self._read: set[str] = set()
         self._done_bytes = 0
         self._total_bytes = sum(need.nbytes for need in prepared.needs.values())
@@ -75,8 +82,15 @@ class TensorFeed:
         return tensor
 
     def _start(self, name: str) -> None:
-        self.placed |= self._handed_out  # what an operator has been given counts as placed when it asks for more
+        if self._handed_out:  # what an operator has been given counts as placed when it asks for more
+            self.commit()
         self.current = name
+
+    def commit(self) -> None:
+        """Note that a tensor has been placed: from here there is no way back."""
+        if not self.placed:
+            self.placed = True
+            self._committed()
 
     def count(self, name: str) -> None:
         """Note that a tensor has been dealt with."""
@@ -91,7 +105,7 @@ class TensorFeed:
     def release(self, name: str) -> None:
         """Let a model in hand drop its old tensor."""
         release = getattr(self._tensors, "release", None)
-        if release is not None:
+        if release is not None and not self._needs[name].tie:
             release(self._source_name(name))
 
     def where(self) -> str:
@@ -112,7 +126,6 @@ class Loader:
         self._contexts = {r.path: replace(r.context, tensors=feed) for r in prepared.replacements}
         self._feed = feed
         self._root = root
-        self._in_hand = prepared.in_hand
         self._needs = prepared.needs
         self._replaced = replaced
 
@@ -139,20 +152,17 @@ class Loader:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 dtype = parameter.dtype if as_built else self._dtype(prefix + name)
-                module._parameters[name] = self._parameter(prefix + name, parameter, dtype, device)
-                self._feed.placed = True
+                module._parameters[name] = self._parameter(prefix + name, dtype, device)
+                self._feed.commit()
         for name, buffer in module._buffers.items():
             if buffer is not None and name in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(device)
             elif buffer is not None:
                 dtype = buffer.dtype if as_built else self._dtype(prefix + name)
                 module._buffers[name] = self._feed.read(prefix + name, dtype, device)
-                self._feed.placed = True
+                self._feed.commit()
 
-    def _parameter(self, name: str, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-        if self._in_hand and parameter.device == device and parameter.dtype == dtype:
-            self._feed.count(name)
-            return parameter
+    def _parameter(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         tensor = self._feed.read(name, dtype, device)
         self._feed.release(name)
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)

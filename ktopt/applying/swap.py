@@ -59,5 +59,5 @@ class Swap:
         self.replaced.clear()
 
     def forget(self) -> None:
-        """Let the originals go: the model is complete."""
+        """Let the originals go: there is no way back."""
         self._done.clear()

@@ -29,6 +29,9 @@ class ModuleTensors:
         self._model_config: Any = getattr(model, "config", None)
         persistent = model.state_dict(keep_vars=True)
         self._tensors: dict[str, torch.Tensor] = {k: v for k, v in persistent.items() if hasattr(v, "dtype")}
+        self._stored_as: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            self._stored_as.setdefault(id(tensor), name)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -44,7 +47,12 @@ class ModuleTensors:
         tensor = self._needed(name)
         kind = str(tensor.dtype).removeprefix("torch.")
         return StoredTensor(
-            name, (name,), tuple(tensor.shape), (TYPE_NAMES.get(kind, kind),), tensor.numel() * tensor.element_size(), self.path
+            name,
+            (self._stored_as[id(tensor)],),
+            tuple(tensor.shape),
+            (TYPE_NAMES.get(kind, kind),),
+            tensor.numel() * tensor.element_size(),
+            self.path,
         )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -55,6 +63,10 @@ class ModuleTensors:
 
     def config(self) -> Mapping[str, Any] | None:
         return self._model_config.to_dict() if hasattr(self._model_config, "to_dict") else None
+
+    def release(self, name: str) -> None:
+        """Let go of one tensor, which has been read."""
+        self._tensors.pop(name, None)
 
     def close(self) -> None:
         """Let go of the tensors."""

@@ -1,0 +1,195 @@
+"""Text out of a model, piece by piece, with what it took: `ktopt run` prints it.
+
+transformers' own `generate` does the work, in a thread, and hands over tokens as they come; this turns them into text and keeps time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktopt.diagnostics import UsageError
+from ktopt.runtime.memory import peak_device_bytes, peak_resident_bytes, resident_bytes
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""Plain text, or chat messages of `role` and `content`."""
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes half a character to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a generation took.
+
+    prompt_tokens, new_tokens   tokens read and made
+    first_token_s               from the start to the first new token: prefill, and choosing that token
+    decode_s                    from the first new token to the last
+    peak_bytes                  resident memory of the process at its peak, less the baseline
+    device_bytes                allocated at the peak on each CUDA device
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    first_token_s: float
+    decode_s: float
+    peak_bytes: int
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.first_token_s if self.first_token_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return (self.new_tokens - 1) / self.decode_s if self.new_tokens > 1 and self.decode_s else 0.0
+
+
+class TextStream:
+    """Pieces of generated text, in order; iterate once. `stats` is there when the last has come; closing early stops the model."""
+
+    def __init__(self, model: Any, tokenizer: Any, inputs: Mapping[str, Any], baseline_bytes: int, options: dict[str, Any]) -> None:
+        self.stats: Stats | None = None
+        self._model, self._tokenizer, self._inputs = model, tokenizer, inputs
+        self._baseline_bytes, self._options = baseline_bytes, options
+        self._events: queue.Queue[tuple[float, list[int]] | Exception | None] = queue.Queue()
+        self._stopped = threading.Event()
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop generating after the token in work."""
+        self._pieces.close()  # type: ignore[attr-defined]
+
+    def _run(self) -> Iterator[str]:
+        start = time.perf_counter()
+        worker = threading.Thread(target=self._generate, daemon=True)
+        worker.start()
+        text = IncrementalText(self._tokenizer)
+        times: list[float] = []
+        try:
+            while (event := self._events.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                times += [event[0]] * len(event[1])
+                if piece := text.add(event[1]):
+                    yield piece
+            if piece := text.rest():
+                yield piece
+        finally:
+            self._stopped.set()
+            worker.join()
+            self.stats = self._measure(start, times)
+
+    def _generate(self) -> None:
+        try:
+            self._model.generate(**self._inputs, streamer=_Tokens(self._events), stopping_criteria=[self._stop], **self._options)
+            self._events.put(None)
+        except Exception as error:
+            self._events.put(error)
+
+    def _stop(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.full((input_ids.shape[0],), self._stopped.is_set(), device=input_ids.device)
+
+    def _measure(self, start: float, times: list[float]) -> Stats:
+        return Stats(
+            prompt_tokens=int(self._inputs["input_ids"].shape[-1]),
+            new_tokens=len(times),
+            first_token_s=times[0] - start if times else 0.0,
+            decode_s=times[-1] - times[0] if times else 0.0,
+            peak_bytes=max(peak_resident_bytes() - self._baseline_bytes, 0),
+            device_bytes=peak_device_bytes(),
+        )
+
+
+class _Tokens:
+    """The streamer that `generate` pushes tokens into. Its first push is the prompt."""
+
+    def __init__(self, events: queue.Queue[Any]) -> None:
+        self._events = events
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            self._events.put((time.perf_counter(), value.reshape(-1).tolist()))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """The end is told by generate's return."""
+
+
+class IncrementalText:
+    """Turns tokens into text as they come, holding back what is only half a character. Lines that are complete are not decoded
+    again, so that time doesn't grow with the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._given = 0
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that these tokens add, perhaps none yet."""
+        self._tokens += tokens
+        text = self._decode()
+        if text.endswith(_UNFINISHED):
+            return ""
+        piece = text[self._given :]
+        self._given = len(text)
+        if text.endswith("\n"):
+            self._tokens, self._given = [], 0
+        return piece
+
+    def rest(self) -> str:
+        """What was held back to the end."""
+        return self._decode()[self._given :]
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return text
+
+
+def generate_stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    max_new_tokens: int = 256,
+    *,
+    baseline_bytes: int | None = None,
+    **options: Any,
+) -> TextStream:
+    """Generate from a prompt or from chat messages; iterate over the result for the text, then read its `stats`.
+
+    Messages go through the tokenizer's chat template. baseline_bytes: resident memory that `stats` leaves out, by default what the
+    process holds now. Other options are those of transformers' `generate` (do_sample, temperature, assistant_model, ...).
+    UsageError for an empty prompt, or for messages without a chat template.
+    """
+    baseline = resident_bytes() if baseline_bytes is None else baseline_bytes
+    inputs = encode(model, tokenizer, prompt)
+    return TextStream(model, tokenizer, inputs, baseline, {"max_new_tokens": max_new_tokens, **options})
+
+
+def encode(model: Any, tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
+    """input_ids and attention_mask (1, tokens) of a prompt, beside the model's embedding."""
+    if isinstance(prompt, str):
+        encoded = tokenizer(prompt, return_tensors="pt")
+    else:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError("the tokenizer has no chat template, so it can't take messages; give the prompt as text")
+        encoded = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenize=True
+        )
+    if encoded["input_ids"].shape[-1] == 0:
+        raise UsageError("the prompt is empty: it has no tokens")
+    device = model.get_input_embeddings().weight.device
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}

@@ -1,0 +1,35 @@
+"""How much memory a process holds and has held: resident bytes on the CPU, allocated bytes on accelerators."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in what getrusage calls one unit of maxrss."""
+
+
+def resident_bytes() -> int:
+    """What the process has in RAM now, mapped file pages included; its peak where the system doesn't say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return peak_resident_bytes()
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_bytes() -> int:
+    """The most that the process has had in RAM since it started."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
+
+
+def peak_device_bytes() -> dict[str, int]:
+    """The most that torch has allocated on each CUDA device that it used."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    peaks = {f"cuda:{index}": torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())}
+    return {device: peak for device, peak in peaks.items() if peak}
