@@ -179,11 +179,12 @@ def _load_yaml(path: Path) -> Any:
         text = raw.decode("utf-8")
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            line = event.start_mark.line + 1 if event.start_mark else 1
             if isinstance(event, yaml.AliasEvent):
-                raise KtoptError(f"{path}: line {event.start_mark.line + 1}: anchors and aliases aren't used in a hardware file")
+                raise KtoptError(f"{path}: line {line}: anchors and aliases aren't used in a hardware file")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise KtoptError(f"{path}: line {event.start_mark.line + 1}: nested too deeply")
+                raise KtoptError(f"{path}: line {line}: nested too deeply")
         return yaml.safe_load(text)
     except UnicodeDecodeError:
         raise KtoptError(f"{path}: not a text file") from None

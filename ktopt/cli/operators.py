@@ -63,7 +63,8 @@ class Kwarg:
 
 
 def kwargs_of(spec: OperatorSpec) -> list[Kwarg]:
-    types = field_types(spec.config)
+    config: Any = spec.config  # a frozen dataclass's class: hashable, which mypy doubts
+    types = field_types(config)
     return [
         Kwarg(
             f.name,
