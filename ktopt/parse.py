@@ -153,7 +153,7 @@ class _Imports:
             cycle = " -> ".join(p.name for p in [*self.chain[self.chain.index(path) :], path])
             raise _Refused(f"importing {name} makes a cycle: {cycle}")
         if path not in self.done:
-            shown = name if source.path == "-" else os.path.join(os.path.dirname(source.path), name)
+            shown = name if source.path == "-" else os.path.normpath(os.path.join(os.path.dirname(source.path), name))
             self.read(name, path, shown)
         if isinstance(self.done[path].root, Sequence):
             raise _Refused(

@@ -1,6 +1,6 @@
 """Finding operators by name, and their implementations by import: the only place that imports either.
 
-Built-in names come from a generated catalogue (schemas/catalogue.json: name -> declaring module), so that a lookup imports one file.
+Built-in names come from a generated catalogue (schemas/catalogue.json: name -> declaring module), so a lookup imports one file.
 Entry points of the group "ktopt.operators" are scanned only for a name that the catalogue lacks.
 """
 

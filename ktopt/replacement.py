@@ -27,9 +27,14 @@ def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:
     """The operator of that name, or None with a KT401 that names the nearest one. KT410 warns of what is lost by using it here."""
     spec = registry.find(name)
     if spec is None:
+        package, _, last = name.rpartition(".")
+        owner = next((spec for spec in registry.specs() if last in spec.ops), None)
+        if owner is not None:
+            message = f"{last} is an op of {owner.name}, not an operator"
+            shape.error("KT401", message, node, help=f"write {owner.name}, and `generate_op: {last}` in its kwargs")
+            return None
         near = registry.suggest(name)
         simple = near.rpartition(".")[2]
-        package, _, last = name.rpartition(".")
         message = f"{package} has no {last} in this version" if package else f'there is no operator "{name}"'
         message += f"; did you mean {simple}?" if near else ""
         help = f"write {near}" if near else "`ktopt operators` lists them all; `default` keeps the module and only places it"

@@ -82,7 +82,7 @@ def type_schema(hint: Any, text: dict[str, Any] | None = None) -> dict[str, Any]
 
 
 def _union(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Parts of different types in one schema, since its errors read better than anyOf's: each keyword concerns its own type only."""
+    """Parts of different types as one schema, whose errors read better than anyOf's: each keyword concerns its own type only."""
     names = [part.get("type") for part in parts]
     if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
         return {**{key: value for part in parts for key, value in part.items()}, "type": names}
