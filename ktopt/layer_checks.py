@@ -111,13 +111,20 @@ class _Gap:
 
 def _check_gaps(matches: Matches, report: Report) -> None:
     """KT309."""
-    gaps: dict[tuple[int, frozenset[int], frozenset[int]], list[Family]] = {}
+    gaps: list[tuple[_Gap, list[Family]]] = []
     for family in families(matches.graph):
         gap = _gap(family, matches)
-        if gap is not None:
-            gaps.setdefault((gap.rule.index, gap.covered, gap.uncovered), []).append(family)
-    for (index, covered, uncovered), found in gaps.items():
-        _report_gap(_Gap(matches.ruleset.rules[index], covered, uncovered), found, matches, report)
+        if gap is None:
+            continue
+        for i, (other, found) in enumerate(gaps):
+            joined = _Gap(gap.rule, gap.covered | other.covered, gap.uncovered | other.uncovered)
+            if gap.rule is other.rule and not joined.covered & joined.uncovered:
+                gaps[i] = (joined, [*found, family])
+                break
+        else:
+            gaps.append((gap, [family]))
+    for gap, found in gaps:
+        _report_gap(gap, found, matches, report)
 
 
 def _gap(family: Family, matches: Matches) -> _Gap | None:

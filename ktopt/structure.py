@@ -78,7 +78,8 @@ def _check_aliases(matches: Matches, report: Report) -> None:
         for other in others:
             difference = _difference(first, other)
             if difference:
-                message = f"rules {first.number} and {other.number} both decide {module.path}, by older paths of it, and give it {difference}"
+                pair = f"rules {first.number} and {other.number}"
+                message = f"{pair} both decide {module.path}, by older paths of it, and give it {difference}"
                 related = [Related(f"rule {first.number}", first.replace.origin)]
                 help = "give them one operator and one set of kwargs; only devices may differ"
                 report.error("KT505", message, other.replace.origin, help=help, related=related)
