@@ -39,10 +39,16 @@ class PlacedRotary(nn.Module):
         """Compute the frequencies, which no weight file holds, and place a copy on each device."""
         rotary = materialized(self.copies[0])
         for device, place in self.place_of.items():
-            self.copies[place] = copy.deepcopy(rotary).to(device)
+            self.copies[place] = copied_to(rotary, device)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.copies[self.place_of.get(x.device, 0)](x, *args, **kwargs)
+
+
+def copied_to(rotary: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a rotary embedding, its buffers on `device`; the config is shared."""
+    moved: dict[int, Any] = {id(buffer): buffer.to(device, copy=True) for buffer in rotary.buffers()}
+    return copy.deepcopy(rotary, {**moved, id(rotary.config): rotary.config})
 
 
 def materialized(rotary: nn.Module) -> nn.Module:
