@@ -6,6 +6,7 @@ I intermediate size.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from ktopt.diagnostics import KtoptError
 from ktopt.operators.experts import not_gated_and_fused
 from ktopt.operators.modules.base import BuildContext
 
-GROUPED_DEVICES = ("cpu", "cuda")
+OLDEST_GROUPED_CUDA = (8, 0)
+"""The compute capability from which torch has a grouped product."""
 ROW_ALIGNMENT_BYTES = 16
 """What torch's grouped product asks of a row's length."""
 
@@ -32,7 +34,7 @@ def grouped_product(rows_SH: torch.Tensor, weight_EIH: torch.Tensor, ends_E: tor
         return rows_SH @ weight_EIH.select(0, 0).T
     grouped = getattr(functional, "grouped_mm", None)
     aligned = all(size * weight_EIH.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in weight_EIH.shape[1:])
-    if grouped is not None and aligned and weight_EIH.device.type in GROUPED_DEVICES:
+    if grouped is not None and aligned and has_grouped_product(weight_EIH.device):
         product: torch.Tensor = grouped(rows_SH, weight_EIH.transpose(1, 2), offs=ends_E)
         return product
     result_SI = rows_SH.new_empty(rows_SH.shape[0], weight_EIH.shape[1])
@@ -42,6 +44,14 @@ def grouped_product(rows_SH: torch.Tensor, weight_EIH: torch.Tensor, ends_E: tor
             torch.mm(rows_SH[start:end], weight_EIH[expert].T, out=result_SI[start:end])
             start = end
     return result_SI
+
+
+@cache
+def has_grouped_product(device: torch.device) -> bool:
+    """Whether torch multiplies groups in one call there."""
+    if device.type == "cuda":
+        return bool(torch.cuda.get_device_capability(device) >= OLDEST_GROUPED_CUDA)
+    return bool(device.type == "cpu")
 
 
 class KTransformersExperts(nn.Module):
