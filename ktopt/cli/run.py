@@ -1,0 +1,111 @@
+"""`ktopt run`: apply a rule file and answer a prompt, as the text comes; then what it took."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from typing import Any
+
+from ktopt.cli.apply import plan_to_apply
+from ktopt.cli.options import add_model, add_target, weights_argument
+from ktopt.cli.terminal import Progress, columns, size, style_of
+from ktopt.diagnostics import UsageError
+
+PROMPT_LIMIT_CHARACTERS = 4 << 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rules", metavar="RULES", help="a rule file, or a plan.json that ktopt plan -o wrote")
+    add_model(parser)
+    add_target(parser)
+    parser.add_argument("--prompt", "-p", metavar="TEXT", required=True, help="what to ask; - reads it from standard input")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
+    parser.add_argument("-n", "--max-tokens", metavar="N", type=int, default=256, help="new tokens at most (default 256)")
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--temperature", metavar="T", type=float, help="sample at this temperature; 0 is --greedy")
+    parser.add_argument("--seed", metavar="N", type=int, help="make sampling repeatable")
+    parser.add_argument("--show-plan", action="store_true", help="print the plan's table first")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print the answer alone")
+    parser.add_argument("--force", action="store_true", help="go on although the plan holds errors")
+
+
+def run(args: argparse.Namespace) -> int:
+    options = sampling(args)
+    weights = weights_argument(args)
+    plan = plan_to_apply(args)
+    if args.show_plan:
+        from ktopt.cli.plan_table import plan_table
+
+        print(plan_table(plan, columns(sys.stdout), style_of(sys.stdout)), flush=True)
+    _quiet_transformers()
+    from ktopt.applying import apply_plan
+    from ktopt.cli.tokenizer import tokenizer_for
+    from ktopt.runtime.generation import generate_stream
+    from ktopt.runtime.memory import resident_bytes
+
+    baseline = resident_bytes()
+    start = time.perf_counter()
+    with Progress("loading") as progress:
+        model = apply_plan(plan, weights=weights, force=args.force, progress=progress)
+    loaded_s = time.perf_counter() - start
+    tokenizer = tokenizer_for(weights, plan)
+    if args.seed is not None:
+        import torch
+
+        torch.manual_seed(args.seed)
+    stream = generate_stream(model, tokenizer, prompt_of(args, tokenizer), args.max_tokens, baseline_bytes=baseline, **options)
+    with closing(stream):
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    print()
+    if not args.quiet and stream.stats is not None:
+        print("\n" + style_of(sys.stdout).paint(summary(stream.stats, loaded_s), "dim"))
+    return 0
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of transformers' generate. Without any, the model's own generation config decides. UsageError for what can't be."""
+    if args.max_tokens < 1:
+        raise UsageError("-n: at least one token")
+    if args.temperature is not None and args.temperature < 0:
+        raise UsageError("--temperature: 0 or more")
+    if args.greedy and args.temperature:
+        raise UsageError("--greedy and --temperature exclude each other")
+    if args.greedy or args.temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": args.temperature} if args.temperature else {}
+
+
+def prompt_of(args: argparse.Namespace, tokenizer: Any) -> str | list[dict[str, str]]:
+    """Chat messages, or the text itself with --raw or where the model has no chat template."""
+    text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if args.prompt == "-" else args.prompt
+    if args.raw or not getattr(tokenizer, "chat_template", None):
+        if args.system:
+            raise UsageError(
+                "--system needs a chat template" + (", which --raw leaves out" if args.raw else ", and this model has none")
+            )
+        return str(text)
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return [*system, {"role": "user", "content": text}]
+
+
+def summary(stats: Any, loaded_s: float) -> str:
+    """What it took, in two lines."""
+    memory = [f"memory {size(stats.peak_bytes)}"] + [f"{device} {size(count)}" for device, count in stats.device_bytes.items()]
+    speed = f", then {stats.decode_tokens_per_s:.1f} tokens/s" if stats.decode_tokens_per_s else ""
+    return (
+        f"{stats.new_tokens} tokens from {stats.prompt_tokens}: the first after {stats.first_token_s:.2f} s{speed}\n"
+        f"loaded in {loaded_s:.2f} s; peak {', '.join(memory)} beyond the interpreter and its libraries"
+    )
+
+
+def _quiet_transformers() -> None:
+    """Keep transformers' hints about generation flags and progress bars off the terminal."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
