@@ -5,39 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from gguf_fixtures import tiny_model
 
 import ktopt
 from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
 from ktopt.trees import graph_from_module
 from ktopt.weights import MissingTensor, StoredTensor
 
-COMMON = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**COMMON),
-    "llama-tied": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **MOE, num_experts=4, head_dim=8),
-    "deepseek_v3": lambda: DeepseekV3Config(
-        **{**COMMON, "num_key_value_heads": 4}, **MOE, n_routed_experts=4, n_group=2, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    ),
-}  # fmt: skip
+KINDS = ("llama", "tied", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3_text")
+PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 
 
-def tiny_model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32):
-    """A random model in eval mode whose greedy text doesn't repeat one token."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    return model.eval()
+def make_model(kind: str = "llama", seed: int = 0):
+    """A tiny random model of three layers (Gemma has its own number); "tied" is a llama whose head is its embedding."""
+    if kind == "gemma3_text":
+        return tiny_model(kind, seed)
+    changes = {"num_hidden_layers": 3, "tie_word_embeddings": kind == "tied"}
+    return tiny_model("llama" if kind == "tied" else kind, seed, **changes)
+
+
+def greedy(model, tokens: int = 12, prompt: torch.Tensor = PROMPT) -> list[int]:
+    """The tokens that a model continues a prompt with."""
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False)
+    return made[0, prompt.shape[1] :].tolist()
 
 
 def hand_plan(model, *, devices=None, operators=None, transfers=(), dtype="float32", rule_line=7) -> Plan:
@@ -108,3 +98,19 @@ def source_of(model, **faults) -> StateSource:
 def cut(transfers: tuple[Transfer, ...], index: int) -> tuple[Transfer, ...]:
     """The transfers without one."""
     return transfers[:index] + transfers[index + 1 :]
+
+
+def make_tokenizer():
+    """A byte-level tokenizer of 320 tokens: 256 bytes, <|start|>, <|end|>, and unused ones. It pads on the left."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    words = [*bytes_to_unicode().values(), "<|start|>", "<|end|>", *(f"<unused{i}>" for i in range(62))]
+    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    template = "{% for m in messages %}<|start|>{{ m['role'] }} {{ m['content'] }}<|end|>{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<|start|>", eos_token="<|end|>", pad_token="<|end|>", padding_side="left",
+        chat_template=template,
+    )  # fmt: skip

@@ -126,14 +126,19 @@ def verify(plan: Plan, graph: ModuleGraph, config: Any = None) -> None:
     if graph.digest == plan.model.tree:
         return
     found, planned = graph.by_path, plan.by_path
-    lines = [f"{path}: in the plan, not in the model" for path in planned if path not in found]
-    lines += [f"{path}: in the model, not in the plan" for path in found if path not in planned]
-    for path, step in planned.items():
-        if path in found and found[path].cls.name != step.cls:
-            lines.append(f"{path}: the plan has {step.cls}, the model has {found[path].cls.name}")
-    if not lines:
-        lines = _config_differences(plan, config) or ["tensor shapes differ"]
-    raise KtoptError(f"this plan was made for another model ({plan.model.source}):\n{_listed(lines)}\nMake the plan again")
+    kinds = [
+        [f"{path}: in the plan, not in the model" for path in planned if path not in found],
+        [f"{path}: in the model, not in the plan" for path in found if path not in planned],
+        [
+            f"{path}: the plan has {step.cls}, the model has {found[path].cls.name}"
+            for path, step in planned.items()
+            if path in found and found[path].cls.name != step.cls
+        ],
+    ]
+    if not any(kinds):
+        kinds = [_config_differences(plan, config) or ["tensor shapes differ"]]
+    listed = "\n".join(_listed(lines, shown=4) for lines in kinds if lines)
+    raise KtoptError(f"this plan was made for another model ({plan.model.source}):\n{listed}\nMake the plan again for this one")
 
 
 def _config_differences(plan: Plan, config: Any) -> list[str]:
@@ -233,7 +238,7 @@ def tied_groups(root: nn.Module) -> dict[str, tuple[str, ...]]:
     return groups
 
 
-def _listed(lines: Iterable[str]) -> str:
+def _listed(lines: Iterable[str], shown: int = SHOWN) -> str:
     lines = list(lines)
-    more = [f"  ... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "\n".join([f"  {line}" for line in lines[:SHOWN]] + more)
+    more = [f"  ... and {len(lines) - shown} more"] if len(lines) > shown else []
+    return "\n".join([f"  {line}" for line in lines[:shown]] + more)

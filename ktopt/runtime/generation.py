@@ -1,6 +1,6 @@
 """Text out of a model, piece by piece, with what it took: `ktopt run` prints it.
 
-transformers' own `generate` does the work, in a thread, and hands over tokens as they come; this turns them into text and keeps time.
+transformers' own `generate` does the work, in a thread, and hands over tokens as they come; this makes text of them and keeps time.
 """
 
 from __future__ import annotations
