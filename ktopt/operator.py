@@ -104,6 +104,7 @@ class OperatorSpec:
     upstream         what upstream's class of that name did
     forward_changed  whether upstream's class changed the module's forward
     reason           where it did and ours only places: why that is right
+    upstream_device  where upstream's class put its weights when a list-form rule said nothing; "" is the default device
     lost             what is lost by using it here (NPU and XPU names): makes a warning
     footprint        bytes of one module under this config and dtype
     refuses          why it can't take this module under this config, or None
@@ -120,6 +121,7 @@ class OperatorSpec:
     upstream: str = ""
     forward_changed: bool = False
     reason: str = ""
+    upstream_device: str = ""
     lost: str = ""
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
@@ -130,10 +132,11 @@ class OperatorSpec:
 
 
 def dense_footprint(module: Module, config: OperatorConfig, dtype: str) -> Footprint:
-    """A module's own tensors, its floating-point ones held in `dtype`."""
+    """A module's own tensors, its floating-point parameters held in `dtype`, but a router's float32 ones as they are."""
     total = 0
     for tensor in module.tensors:
-        item = dtype if "float" in tensor.dtype and not tensor.buffer else tensor.dtype
+        kept = tensor.buffer or "float" not in tensor.dtype or (module.role == "router" and tensor.dtype == "float32")
+        item = tensor.dtype if kept else dtype
         total += tensor.numel * ITEM_BYTES[item]
     return Footprint(weight_bytes=total)
 

@@ -214,6 +214,8 @@ class _Planner:
         """(generate, prefill) of a rule's modules, remapped."""
         config = rule.replace.config
         asked = getattr(config, "generate_device", None) or getattr(config, "device", None)
+        if not asked and self.ruleset.form == "list":
+            asked = rule.replace.operator.upstream_device
         generate = self._at(asked or place, rule)
         prefill = getattr(config, "prefill_device", None)
         if prefill is None and self.ruleset.form == "list" and not asked:

@@ -80,6 +80,7 @@ operator(
     ops={op.name: op for op in EXPERTS_OPS},
     summary=SUMMARY,
     upstream="held one op for prefill and one for decoding; the CPU op ran a layer's experts in a pool of threads beside the GPU",
+    upstream_device="cpu",
     forward_changed=True,
     refuses=not_gated_and_fused,
 )(ExpertsConfig)
@@ -99,6 +100,7 @@ for _name, _upstream in SERVE_VARIANTS.items():
         ops={op.name: op for op in (*EXPERTS_OPS, NO_PREFILL_OP)},
         summary=SUMMARY + '; prefill_op: "None" means that generate_op does prefill too',
         upstream=_upstream,
+        upstream_device="cpu",
         forward_changed=True,
         refuses=not_gated_and_fused,
     )(ExpertsConfig)
