@@ -172,6 +172,11 @@ class TestCheck:
         assert result.code == 1
         assert [Path(d["file"]).name for d in json.loads(result.out)] == ["bad.yaml", "missing.yaml"]
 
+    def test_a_folder_stands_for_the_rule_files_in_it(self, cli: Cli, rules: Path, bad_rules: Path, tmp_path: Path) -> None:
+        assert "Found 1 error in 2 files." in cli("check", rules.parent).out
+        (tmp_path / "empty").mkdir()
+        assert cli("check", tmp_path / "empty").code == 2
+
     def test_standard_input_is_called_as_asked(self, cli: Cli, monkeypatch: pytest.MonkeyPatch, bad_rules: Path) -> None:
         standard_input(monkeypatch, bad_rules.read_text())
         result = cli("check", "-", "--stdin-filename", "editor.yaml", "--format", "concise")

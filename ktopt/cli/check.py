@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from ktopt.cli.findings import at_least, count, print_report, sources_of
@@ -18,7 +19,7 @@ from ktopt.source import SourceFile
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rules", nargs="+", metavar="RULES", help="rule files, or - for standard input")
+    parser.add_argument("rules", nargs="+", metavar="RULES", help="rule files, folders of them, or - for standard input")
     add_model(parser)
     add_target(parser)
     parser.add_argument("--format", choices=FORMATS, default="full", help="full (with source lines), concise, json or jsonl")
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[Diagnostic] = []
     sources: dict[str, SourceFile] = {}
     failed = False
+    args.rules = [file for name in args.rules for file in _files(name)]
     for name in args.rules:
         try:
             diagnostics, texts, plan = _check(name, args.stdin_filename, model, options)
@@ -49,6 +51,17 @@ def run(args: argparse.Namespace) -> int:
             failed |= _differs_from_lock(name, plan)
     _print(args, found, sources, model is not None)
     return 1 if failed or at_least(found, Severity(args.fail_on)) else 0
+
+
+def _files(name: str) -> list[str]:
+    """The rule files of a folder, in order; anything else is itself."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [name]
+    found = sorted(str(path) for suffix in ("yaml", "yml") for path in folder.rglob(f"*.{suffix}"))
+    if not found:
+        raise UsageError(f"{name}: no .yaml files in this folder")
+    return found
 
 
 def _load(model: str | None) -> Any:
