@@ -28,10 +28,10 @@ def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:
     spec = registry.find(name)
     if spec is None:
         package, _, last = name.rpartition(".")
-        owner = next((spec for spec in registry.specs() if last in spec.ops), None)
-        if owner is not None:
-            message = f"{last} is an op of {owner.name}, not an operator"
-            shape.error("KT401", message, node, help=f"write {owner.name}, and `generate_op: {last}` in its kwargs")
+        owner = _owner(last)
+        if owner:
+            message = f"{last} is an op of {owner}, not an operator"
+            shape.error("KT401", message, node, help=f"write {owner}, and `generate_op: {last}` in its kwargs")
             return None
         near = registry.suggest(name)
         simple = near.rpartition(".")[2]
@@ -44,6 +44,13 @@ def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:
     if spec.lost:
         shape.warning("KT410", f"{spec.name} works on any torch device here, without {spec.lost}", node)
     return spec
+
+
+def _owner(op: str) -> str:
+    """The most general operator that has this op, or ""."""
+    owners = [spec for spec in registry.specs() if op in spec.ops]
+    general = sorted(owners, key=lambda spec: (bool(spec.lost), not spec.name.startswith("KTransformers"), len(spec.name)))
+    return general[0].name if general else ""
 
 
 @dataclass
@@ -194,7 +201,8 @@ _DROPPED = _Dropped()
 
 
 def _is_device_map(hint: Any) -> bool:
-    return any(typing.get_origin(part) is dict for part in (hint, *typing.get_args(hint)))
+    """Whether an option maps layers to devices, as transfer_map does."""
+    return dict[int, str] in (hint, *typing.get_args(hint))
 
 
 def read_device(shape: Shape, node: Scalar) -> str:

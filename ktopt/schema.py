@@ -47,7 +47,7 @@ def operator_schema(spec: OperatorSpec) -> dict[str, Any]:
 
 
 def _option(spec: OperatorSpec, f: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    is_device = f.metadata.get("device")
+    is_device = f.metadata.get("device") or dict[int, str] in (hint, *typing.get_args(hint))
     schema = type_schema(hint, {"type": "string", "pattern": DEVICE_PATTERN} if is_device else None)
     if f.metadata.get("op"):
         schema = {"enum": list(spec.ops)}

@@ -33,7 +33,7 @@ def kind_of(node: Node) -> str:
 
 def alike(word: str, other: str) -> bool:
     """Whether one is so near to the other that it is surely a misspelling of it."""
-    return bool(other) and SequenceMatcher(None, word, other).ratio() > 0.75
+    return bool(other) and SequenceMatcher(None, word, other).ratio() >= 0.75
 
 
 def unquoted_boolean(node: Node) -> bool | None:
