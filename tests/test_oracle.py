@@ -5,9 +5,11 @@ The oracle (tests/oracle) was written from the facts of upstream's behaviour, wi
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from oracle.upstream_semantics import Decision, resolve
 from oracle.upstream_trees import CONFIGS, MODULE, UpstreamModule, as_graph, load_config, upstream_tree
 
 from ktopt.compiler import run_stages
+from ktopt.graph import ModuleGraph
+from ktopt.plan import Plan
 from ktopt.source import SourceFile
 
 RULES = CONFIGS.parents[1] / "cases" / "upstream_rules"
@@ -167,14 +171,18 @@ def test_upstream_trees_hold_exactly_the_published_models_parameters(model: str)
 # ktopt against the oracle
 
 
-def agreement(source: SourceFile, model: str, today: bool, rules: list[dict[str, Any]]) -> tuple[list[str], int]:
-    config = load_config(model)
-    tree = upstream_tree(config, experts=4)
-    oracle = CarryOver(tree, resolve(rules, tree))
-    compilation = run_stages(source, model if today else as_graph(tree, config, model))
-    assert compilation.plan is not None, "\n".join(map(str, compilation.report))
-    assert compilation.graph is not None
-    return differences(compilation.plan, compilation.graph, oracle)
+@dataclass(frozen=True)
+class Case:
+    """A rule file compiled for a model: on a tree shaped as upstream's was, or on today's."""
+
+    rules: list[dict[str, Any]]
+    tree: list[UpstreamModule]
+    plan: Plan
+    graph: ModuleGraph
+
+    def differences(self, rules: list[dict[str, Any]]) -> tuple[list[str], int]:
+        """What the plan does otherwise than upstream would have done with `rules`, and how many modules were compared."""
+        return differences(self.plan, self.graph, CarryOver(self.tree, resolve(rules, self.tree)))
 
 
 def read(path: Path) -> tuple[SourceFile, list[dict[str, Any]]]:
@@ -182,38 +190,68 @@ def read(path: Path) -> tuple[SourceFile, list[dict[str, Any]]]:
     return SourceFile(str(path), text), yaml.safe_load(text)
 
 
+def compiled(path: Path, model: str, today: bool, experts: int | None = 4) -> Case:
+    source, rules = read(path)
+    config = load_config(model)
+    tree = upstream_tree(config, experts)
+    compilation = run_stages(source, model if today else as_graph(tree, config, model))
+    assert compilation.plan is not None, "\n".join(map(str, compilation.report))
+    assert compilation.graph is not None
+    return Case(rules, tree, compilation.plan, compilation.graph)
+
+
+both_trees = pytest.mark.parametrize("today", [False, True], ids=["upstream-tree", "today-tree"])
+
+
 @needs_shared
-@pytest.mark.parametrize("today", [False, True], ids=["upstream-tree", "today-tree"])
+@both_trees
 @pytest.mark.parametrize(("path", "model"), RUNNABLE, ids=label)
 def test_ktopt_resolves_upstreams_file_as_upstream_did(path: Path, model: str, today: bool) -> None:
-    source, rules = read(path)
-    wrong, compared = agreement(source, model, today, rules)
+    case = compiled(path, model, today)
+    wrong, compared = case.differences(case.rules)
     assert not wrong, f"{len(wrong)} of {compared} differ:\n" + "\n".join(wrong[:20])
-    assert compared > 150
+    assert compared > 250
 
 
 @needs_shared
-@pytest.mark.parametrize("today", [False, True], ids=["upstream-tree", "today-tree"])
-@pytest.mark.parametrize(("path", "model"), RUNNABLE, ids=label)
-def test_a_changed_device_is_a_disagreement(path: Path, model: str, today: bool) -> None:
-    source, rules = read(path)
-    for changed in rules:
-        if changed["match"].get("name") == "^model.embed_tokens":
-            changed["replace"]["kwargs"]["generate_device"] = "cuda:7"
-    wrong, _ = agreement(source, model, today, rules)
-    assert [line for line in wrong if line.startswith("model.embed_tokens") and "cuda:7" in line]
+@both_trees
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite-Chat-multi-gpu.yaml", "Mixtral.yaml", "Qwen3Moe-serve.yaml"])
+def test_a_changed_device_in_any_live_rule_is_a_disagreement(name: str, today: bool) -> None:
+    path, model = next(pair for pair in RUNNABLE if pair[0].name == name)
+    case = compiled(path, model, today)
+    live = {decision.rule for decision in resolve(case.rules, case.tree).values()} - {None}
+    assert len(live) > 5
+    for number in live:
+        changed = copy.deepcopy(case.rules)
+        changed[number]["replace"].setdefault("kwargs", {})["generate_device"] = "cuda:7"
+        wrong, _ = case.differences(changed)
+        assert any("cuda:7" in line for line in wrong), f"nobody noticed a change of rule {number + 1}"
+
+
+@needs_shared
+@both_trees
+def test_an_operator_in_anothers_place_is_a_disagreement(today: bool) -> None:
+    case = compiled(RULES / "Moonlight-16B-A3B.yaml", "moonlight-16b-a3b", today)
+    changed = copy.deepcopy(case.rules)
+    for entry in changed:
+        entry["replace"]["class"] = entry["replace"]["class"].replace("KMoEGate", "KMoEGateIPEXLLM")
+    wrong, _ = case.differences(changed)
+    assert len(wrong) == 26  # one router in each layer but the first
+    assert all(".gate: KMoEGate, expected KMoEGateIPEXLLM" in line for line in wrong)
+
+
+@needs_shared
+def test_a_rotary_embedding_that_upstream_had_on_four_gpus_is_copied_to_each() -> None:
+    case = compiled(RULES / "DeepSeek-V3-Chat-multi-gpu-4.yaml", "deepseek-v3", today=True)
+    step = case.plan.by_path["model.rotary_emb"]
+    assert (step.operator, step.generate_device) == ("YarnRotaryEmbeddingV3", "cuda:0")
+    assert step.replicas == ("cuda:1", "cuda:2", "cuda:3")
 
 
 @needs_shared
 def test_every_expert_a_module_resolves_alike_on_the_whole_model() -> None:
-    path = RULES / "DeepSeek-V3-Chat-multi-gpu-4.yaml"
-    source, rules = read(path)
-    config = load_config("deepseek-v3")
-    tree = upstream_tree(config)
-    compilation = run_stages(source, as_graph(tree, config, "deepseek-v3"))
-    assert compilation.plan is not None
-    assert compilation.graph is not None
-    wrong, compared = differences(compilation.plan, compilation.graph, CarryOver(tree, resolve(rules, tree)))
+    case = compiled(RULES / "DeepSeek-V3-Chat-multi-gpu-4.yaml", "deepseek-v3", today=False, experts=None)
+    wrong, compared = case.differences(case.rules)
     assert not wrong, "\n".join(wrong[:20])
     assert compared > 45_000
 
