@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, weights_argument
 from ktopt.cli.plan import ask_for_hardware, show_findings
@@ -26,11 +25,11 @@ def run(args: argparse.Namespace) -> int:
     weights = weights_argument(args)
     plan = plan_to_apply(args)
     from ktopt.applying.checks import check_errors
-    from ktopt.cli.tokenizer import tokenizer_for
+    from ktopt.cli.tokenizer import find_tokenizer
     from ktopt.folder import save_folder
 
     check_errors(plan, args.force)
-    out = save_folder(plan, args.out, weights, copy_weights=args.copy, tokenizer=tokenizer_for(weights, plan, required=False))
+    out = save_folder(plan, args.out, weights, copy_weights=args.copy, tokenizer=find_tokenizer(weights, plan))
     what = "with its weights" if args.copy else f"with references to {weights}"
     print(f"wrote {out} {what}: {size(plan.weight_bytes)} when loaded, on {', '.join(plan.devices)}")
     print(f'load it with: import ktopt; AutoModelForCausalLM.from_pretrained("{args.out}")')
@@ -56,11 +55,3 @@ def _no_plan_options(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in ("hardware", "device", "dtype", "remap") if getattr(args, name)]
     if given:
         raise UsageError(f"{args.rules} is a plan, and settles {', '.join(given)} already; give them to ktopt plan instead")
-
-
-def report_memory() -> str:
-    """The most memory that this process has held so far, in words."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return f"peak memory {size(peak)}"

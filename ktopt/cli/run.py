@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         torch.manual_seed(args.seed)
+    options["eos_token_id"] = stop_tokens(model, tokenizer)
     stream = generate_stream(model, tokenizer, prompt_of(args, tokenizer), args.max_tokens, baseline_bytes=baseline, **options)
     with closing(stream):
         for piece in stream:
@@ -78,6 +79,13 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     if args.greedy or args.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": args.temperature} if args.temperature else {}
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int] | None:
+    """Tokens that end the answer: the model's own, and the tokenizer's, which knows of the chat's where a base model's config doesn't."""
+    own = model.generation_config.eos_token_id
+    ends = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
+    return list(dict.fromkeys(token for token in ends if token is not None)) or None
 
 
 def prompt_of(args: argparse.Namespace, tokenizer: Any) -> str | list[dict[str, str]]:
