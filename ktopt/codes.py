@@ -9,11 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
-
-from ktopt.diagnostics import Severity
 
 CLASSES = {
     "KT1": "YAML",
@@ -36,7 +34,7 @@ class Code:
 
     code: str
     title: str
-    severity: Severity
+    severity: str
     what: str
     why: str
     example: str
@@ -73,7 +71,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _codes() -> Mapping[str, Code]:
-    text = (files("ktopt") / "codes.md").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("codes.md").read_text(encoding="utf-8")
     found = [_parse(part) for part in re.split(r"^(?=# KT)", text, flags=re.MULTILINE) if part.strip()]
     return {code.code: code for code in found}
 
@@ -88,7 +86,7 @@ def _parse(text: str) -> Code:
     return Code(
         found[1],
         found[2],
-        Severity(found[3]),
+        found[3],
         " ".join(what.split()),
         " ".join(why.split()),
         dedent(example.strip("\n")).strip(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from ktopt.diagnostics import KtoptError
@@ -19,7 +19,8 @@ from ktopt.operator import REGISTERED, OperatorSpec, nearest
 @cache
 def catalogue() -> dict[str, str]:
     """Every built-in operator name and alias, to the module that declares it."""
-    text = (files("ktopt.schemas") / "catalogue.json").read_text(encoding="utf-8")
+    folder = importlib.import_module("ktopt.schemas").__path__[0]
+    text = Path(folder, "catalogue.json").read_text(encoding="utf-8")
     found: dict[str, str] = json.loads(text)
     return found
 
