@@ -50,8 +50,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {**_MOE, "head_dim": 32, "norm_topk_prob": True},
-    "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy"},
-    "deepseek_v3": {**_MLA, "norm_topk_prob": True},
+    "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy", "scoring_func": "softmax"},
+    "deepseek_v3": {**_MLA, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
     "gemma3_text": {
         "tie_word_embeddings": True, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32, "num_hidden_layers": 6,
     },

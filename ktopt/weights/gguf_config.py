@@ -199,8 +199,8 @@ def _deepseek(keys: HyperParameters, config: Config) -> None:
     if nope < 1:
         raise WeightError(f"{keys.file.path}: the head size is not larger than {keys.arch}.rope.dimension_count, {rope}")
     groups = keys.count("expert_group_count", 1) or 1
-    if not sigmoid:
-        config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    config["scoring_func"] = "sigmoid" if sigmoid else "softmax"
+    config["topk_method"] = "noaux_tc" if sigmoid else "group_limited_greedy" if groups > 1 else "greedy"
     config.update(
         num_key_value_heads=config["num_attention_heads"],
         head_dim=rope,

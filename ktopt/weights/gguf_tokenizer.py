@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, as a transformers tokenizer.
 
-Built straight on the tokenizers library from the vocabulary, merges or scores, token types and chat template in the metadata: byte-level
-BPE ("gpt2"), and SentencePiece's BPE with byte fallback ("llama"), which is what models of the known architectures use.
+Built straight on the tokenizers library from the vocabulary, merges or scores, token types and chat template in the metadata:
+byte-level BPE ("gpt2"), and SentencePiece's BPE with byte fallback ("llama"), which is what models of the known architectures use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Vocabulary:
 
     def token(self, key: str) -> str | None:
         """The token whose id is under that key."""
-        index = self.get(key, int)
+        index: int | None = self.get(key, int)
         if index is None:
             return None
         if not 0 <= index < len(self.tokens):

@@ -1,7 +1,7 @@
 """How a byte-level BPE splits text before merging, by GGUF's `tokenizer.ggml.pre`.
 
-A GGUF names the rule, it does not hold it; each entry here restates the pre_tokenizer of the published tokenizer.json that the name stands
-for, as a list of steps applied one after the other: a regular expression whose matches stand alone.
+A GGUF names the rule, it does not hold it; each entry here restates the pre_tokenizer of the published tokenizer.json that the
+name stands for, as a list of steps applied one after the other: a regular expression whose matches stand alone.
 """
 
 from __future__ import annotations
