@@ -407,3 +407,113 @@ def test_a_closed_pipe_is_quiet(rules: Path) -> None:
     result = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=rules.parent, timeout=60)
     assert result.stdout == "{\n"
     assert result.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama of two layers with a byte-level tokenizer and a chat template."""
+    from gguf_fixtures import make_gguf, tiny_model
+
+    return make_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf", tiny_model("llama"), "Q8_0")
+
+
+@pytest.fixture
+def cpu_rules(tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.yaml"
+    path.write_text(
+        "- match: {class: torch.nn.Linear}\n"
+        "  replace: {class: KTransformersLinear, kwargs: {generate_device: cpu, generate_op: KLinearTorch}}\n"
+    )
+    return path
+
+
+CPU = ["--device", "cpu", "--dtype", "float32"]
+
+
+class TestRun:
+    def test_it_answers_and_says_what_it_took(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path) -> None:
+        result = cli("run", cpu_rules, "--weights", tiny_gguf, *CPU, "--prompt", "the", "-n", "5", "--greedy", "--show-plan")
+        assert result.code == 0, result.err
+        assert "KTransformersLinear" in result.out
+        assert "tokens/s" in result.out
+        assert "peak memory" in result.out
+        again = cli("run", cpu_rules, "--weights", tiny_gguf, *CPU, "--prompt", "the", "-n", "5", "--temperature", "0", "--quiet")
+        assert again.out.rstrip("\n") in result.out
+        assert "tokens/s" not in again.out
+
+    def test_a_seed_makes_sampling_repeatable(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path) -> None:
+        call = ["run", cpu_rules, "--weights", tiny_gguf, *CPU, "--prompt", "the", "-n", "8", "--temperature", "2", "-q", "--raw"]
+        first, second, other = (cli(*call, "--seed", seed) for seed in ("1", "1", "2"))
+        assert first.code == 0
+        assert first.out == second.out != other.out
+
+    def test_the_prompt_may_come_from_standard_input(
+        self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        standard_input(monkeypatch, "the")
+        piped = cli("run", cpu_rules, "--weights", tiny_gguf, *CPU, "--prompt", "-", "-n", "4", "--greedy", "-q")
+        assert piped.out == cli("run", cpu_rules, "--weights", tiny_gguf, *CPU, "-p", "the", "-n", "4", "--greedy", "-q").out
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ([], "where are the weights?"),
+            (["--weights", "missing.gguf"], "no such file"),
+            (["--weights", "W", "-n", "0"], "at least one token"),
+            (["--weights", "W", "--greedy", "--temperature", "1"], "exclude each other"),
+            (["--weights", "W", "--temperature", "-1"], "0 or more"),
+            (["--weights", "W", "--raw", "--system", "Be brief."], "--system needs a chat template"),
+        ],
+    )
+    def test_wrong_usage_is_told_in_a_line(
+        self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, options: list[str], message: str
+    ) -> None:
+        given = [str(tiny_gguf) if option == "W" else option for option in options]
+        result = cli(
+            "run", cpu_rules, *CPU, "--model", tiny_gguf.with_suffix(".json") if not given else tiny_gguf, "-p", "x", *given
+        )
+        assert result.code == 2
+        assert message in result.err
+
+    def test_weights_of_another_model_are_refused(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path) -> None:
+        result = cli("run", cpu_rules, *MODEL, "--weights", tiny_gguf, *CPU, "--prompt", "x")
+        assert (result.code, result.out) == (1, "")
+        assert "\nerror: " in result.err
+        assert tiny_gguf.name in result.err
+
+    def test_a_device_that_is_not_here_is_refused_with_the_way_out(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path) -> None:
+        result = cli("run", cpu_rules, "--weights", tiny_gguf, "--device", "npu:3", "--prompt", "x")
+        assert result.code == 1
+        assert "--remap npu=cpu" in result.err
+
+
+class TestApply:
+    def test_the_folder_loads_in_transformers_and_holds_the_plan(
+        self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path
+    ) -> None:
+        result = cli("apply", cpu_rules, "--weights", tiny_gguf, *CPU, "--out", tmp_path / "out")
+        assert result.code == 0, result.err
+        assert {"config.json", "plan.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert model.ktopt_plan.by_path["model.layers.0.mlp.up_proj"].operator == "KTransformersLinear"
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([258]) == "th"
+
+    def test_a_plan_file_is_taken_back(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path) -> None:
+        plan = tmp_path / "plan.json"
+        assert cli("plan", cpu_rules, "--weights", tiny_gguf, *CPU, "-o", plan).code == 0
+        assert cli("apply", plan, "--weights", tiny_gguf, "--out", tmp_path / "out").code == 0
+        assert cli("diff", plan, tmp_path / "out" / "plan.json").code == 0
+        refused = cli("apply", plan, "--weights", tiny_gguf, "--device", "cpu", "--out", tmp_path / "out")
+        assert refused.code == 2
+        assert "settles --device already" in refused.err
+
+    def test_a_plan_with_errors_needs_force(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path) -> None:
+        cpu_rules.write_text(cpu_rules.read_text() + "- match: {name: nothing_here}\n  replace: {class: default}\n")
+        call = ["apply", cpu_rules, "--weights", tiny_gguf, *CPU, "--out", tmp_path / "out"]
+        refused = cli(*call)
+        assert refused.code == 1
+        assert "KT301" in refused.err
+        assert not (tmp_path / "out").exists()
+        assert cli(*call, "--force").code == 0

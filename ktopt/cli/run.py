@@ -82,7 +82,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int] | None:
-    """Tokens that end the answer: the model's own, and the tokenizer's, which knows of the chat's where a base model's config doesn't."""
+    """Tokens that end the answer: the model's own, and the tokenizer's, which knows a chat's end where the config doesn't."""
     own = model.generation_config.eos_token_id
     ends = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
     return list(dict.fromkeys(token for token in ends if token is not None)) or None
