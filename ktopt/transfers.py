@@ -35,12 +35,10 @@ def derive_transfers(graph: ModuleGraph, steps: Sequence[Step]) -> tuple[Transfe
             continue
         home = homes[module.index]
         if module.role == "rotary":
-            if home != homes[ambient.index]:
-                found.append(Transfer(module.path, "input", homes[ambient.index], home, ambient.path))
-            continue
+            continue  # it brings its frequencies to its input, wherever they are kept
         if homes[before.index] != home:
             found.append(Transfer(module.path, "input", homes[before.index], home, before.path))
-        elif module.role != "norm" and _takes_ambient(module) and home != homes[ambient.index]:
+        elif home != homes[ambient.index] and _takes_ambient(graph, homes, module):
             found.append(Transfer(module.path, "input", homes[ambient.index], home, ambient.path))
         before = module
     open_blocks = [m for m in spine if m.end - m.index > 1]
@@ -49,9 +47,13 @@ def derive_transfers(graph: ModuleGraph, steps: Sequence[Step]) -> tuple[Transfe
     return tuple(found)
 
 
-def _takes_ambient(module: Module) -> bool:
-    """Layers take masks and position embeddings besides the hidden states."""
-    return module.layer is not None
+def _takes_ambient(graph: ModuleGraph, homes: Sequence[str], module: Module) -> bool:
+    """Layers take masks and position embeddings besides the hidden states, for their attention, which fetches them itself where it
+    lives elsewhere."""
+    if module.layer is None:
+        return False
+    attentions = [child for child in graph.children(module) if child.role == "attention"]
+    return not attentions or any(homes[child.index] == homes[module.index] for child in attentions)
 
 
 def _spine(graph: ModuleGraph) -> list[Module]:
