@@ -6,6 +6,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rulefiles import CASES, lines, needs_cases, only, validated
 
 from ktopt.diagnostics import Report, Severity
@@ -368,3 +371,31 @@ def test_a_selector_that_can_not_be_read_leaves_no_rule_set(text: str) -> None:
     assert ruleset is None
     assert all(d.span.start.line == 4 for d in report.errors)
     assert report.stops_plan
+
+
+VALUES = st.sampled_from([
+    None, True, 0, 1.5, "", "x", "cuda:1", "gpu", "default", "KTransformersLinear", "KDeepseekV2Model", r"^model\.", "a(", [], {},
+    {"30": "cuda"},
+])  # fmt: skip
+KEYS = st.sampled_from(
+    ["match", "replace", "recursive", "name", "class", "kwargs", "generate_device", "generate_op", "transfer_map", "id", 3, None]
+)
+TREES = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=20)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.fixed_dictionaries({"match": TREES, "replace": TREES}) | TREES, max_size=3))
+def test_whatever_stands_in_a_list_file_validation_answers_with_findings(rules: list[object]) -> None:
+    ruleset, report = validated(yaml.safe_dump(rules))
+    assert ruleset is not None or report.errors
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(
+    st.sampled_from(["version", "architectures", "import", "rules", "dtype", "default_device", "let", "place"]),
+    TREES.filter(lambda value: not isinstance(value, dict)), max_size=5,
+))  # fmt: skip
+def test_whatever_stands_in_a_native_file_validation_answers_with_findings(top: dict[str, object]) -> None:
+    pytest.importorskip("ktopt.selector")
+    ruleset, report = validated(yaml.safe_dump(top))
+    assert ruleset is not None or report.errors
