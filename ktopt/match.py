@@ -88,11 +88,21 @@ class Matches:
 
 def match(ruleset: RuleSet, graph: ModuleGraph, hardware: Hardware | None, report: Report) -> Matches:
     """Decide every module. A pattern that can't be compiled, or takes too long, is reported (KT304) and its rule takes nothing."""
-    active = tuple(True if rule.when is None else rule.when.evaluate_when(graph.config, hardware) for rule in ruleset.rules)
+    active = tuple(_is_active(rule, graph, hardware, report) for rule in ruleset.rules)
     contenders = _contenders(ruleset, active, graph, hardware, report)
     places = _places(ruleset, graph, hardware, report)
     decisions = _Walk(ruleset.rules, graph, contenders, places, report).run()
     return Matches(ruleset, graph, decisions, active, _need_hardware(ruleset, active, hardware), hardware)
+
+
+def _is_active(rule: Rule, graph: ModuleGraph, hardware: Hardware | None, report: Report) -> bool | None:
+    if rule.when is None:
+        return True
+    if rule.when.asks_modules:
+        message = f"rule {rule.number}: `when` can ask of config.KEY and hw.KEY only, not of modules"
+        report.error("KT310", message, rule.when.origin, help="put what chooses modules into `match`")
+        return False
+    return rule.when.evaluate_when(graph.config, hardware)
 
 
 def _need_hardware(ruleset: RuleSet, active: Sequence[bool | None], hardware: Hardware | None) -> tuple[int, ...]:

@@ -31,6 +31,11 @@ def number_regex(numbers: Iterable[int]) -> str:
     return f"({'|'.join(parts)})"
 
 
+def range_regex(first: int, last: int) -> str:
+    """A regex for the numbers from `first` to `last`, however many, in a group that captures nothing."""
+    return f"(?:{'|'.join(_of_range(first, last))})"
+
+
 def _of_range(first: int, last: int) -> list[str]:
     """Alternatives for one stretch: each number of digits on its own."""
     parts: list[str] = []

@@ -94,6 +94,19 @@ class TreeIndex:
     def path(self, place: int) -> str:
         return self.modules[place].path if place < self.size else self.aliases[place - self.size][1]
 
+    @cached_property
+    def paths(self) -> dict[str, list[int]]:
+        """The place of each path."""
+        return {self.path(place): [place] for place in range(self.places)}
+
+    @cached_property
+    def names(self) -> dict[str, list[int]]:
+        """The places by the last segment of their path."""
+        groups: dict[str, list[int]] = {}
+        for place in range(self.places):
+            groups.setdefault(self.path(place).rpartition(".")[2], []).append(place)
+        return groups
+
     def modules_at(self, places: int) -> int:
         """The modules that a set of places touches."""
         own = places & span_of(0, self.size)
