@@ -517,3 +517,20 @@ class TestApply:
         assert "KT301" in refused.err
         assert not (tmp_path / "out").exists()
         assert cli(*call, "--force").code == 0
+
+
+def test_a_checkout_s_kernels_folder_is_not_taken_for_hugging_face_s_package(
+    cpu_rules: Path, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    checkout = Path(os.path.realpath(ktopt.cli.__file__)).parents[2]
+    if not (checkout / "pyproject.toml").exists():
+        pytest.skip("ktopt is not run from a checkout")
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION as version
+
+    info = tmp_path / "site" / f"kernels-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("kernels\n")
+    asked = ["--weights", str(tiny_gguf), *CPU, "-p", "x", "-n", "1", "-q"]
+    result = python("-m", "ktopt", "run", str(cpu_rules), *asked, cwd=checkout, PYTHONPATH=str(info.parent))
+    assert result.returncode == 0, result.stderr
