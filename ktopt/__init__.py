@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ktopt.hook import install
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -30,3 +32,6 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+install()

@@ -21,13 +21,11 @@ from typing import Any
 from ktopt.diagnostics import KtoptError
 from ktopt.plan import Plan
 from ktopt.plan_json import dump_plan, load_plan
+from ktopt.weights.tokenizer import FILES as TOKENIZER_FILES
+from ktopt.weights.tokenizer import find_tokenizer, has_tokenizer
 
 PLAN_FILE = "plan.json"
 WEIGHTS_FILE = "model.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
-    "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 HEAD_BYTES = 4 << 20
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
@@ -140,20 +138,20 @@ def _write_config(plan: Plan, made: Path, refs: list[dict[str, Any]], root: Any)
 
 
 def _write_companions(plan: Plan, made: Path, weights: Path, root: Any, tokenizer: Any) -> None:
-    """The generation config and the tokenizer: as given, or the files beside the weights or the model."""
-    places = [p if p.is_dir() else p.parent for p in (weights, Path(plan.model.source)) if p.exists()]
-    if not _copy_first(places, ("generation_config.json",), made):
+    """The generation config and the tokenizer: as given, else from the folder of the weights or the model, or the GGUF file."""
+    folders = [p if p.is_dir() else p.parent for p in (weights, Path(plan.model.source)) if p.exists() and p.suffix != ".gguf"]
+    if not _copy_first(folders, ("generation_config.json",), made):
         root.generation_config.save_pretrained(made)
+    if tokenizer is None and not _copy_first([f for f in folders if has_tokenizer(f)], TOKENIZER_FILES, made):
+        tokenizer = find_tokenizer((weights,))
     if tokenizer is not None:
         tokenizer.save_pretrained(made)
-    else:
-        _copy_first(places, TOKENIZER_FILES, made)
 
 
-def _copy_first(places: list[Path], names: tuple[str, ...], made: Path) -> bool:
+def _copy_first(folders: list[Path], names: tuple[str, ...], made: Path) -> bool:
     """Copy the files of these names from the first folder that has any."""
-    for place in places:
-        files = [place / name for name in names if (place / name).is_file()]
+    for folder in folders:
+        files = [folder / name for name in names if (folder / name).is_file()]
         for file in files:
             shutil.copyfile(file, made / file.name)
         if files:

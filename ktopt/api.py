@@ -1,0 +1,127 @@
+"""The Python API that mirrors the commands `ktopt apply` and `ktopt run`. `check` and `compile` are compiler.py's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktopt.compiler import compile
+from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.plan import Plan
+from ktopt.source import SourceFile
+
+if TYPE_CHECKING:
+    from ktopt.applying import ProgressEvent
+
+UNCHANGED = SourceFile("(no rules)", "- match: {name: '.*'}\n  replace: {class: default}\n")
+"""Leaves every module as it is."""
+
+
+def apply(
+    plan: Plan | SourceFile | str | os.PathLike[str],
+    model: Any = None,
+    weights: Any = None,
+    *,
+    force: bool = False,
+    progress: Callable[[ProgressEvent], None] | None = None,
+    **options: Any,
+) -> Any:
+    """An optimized transformers model.
+
+    plan      a Plan, a plan.json, or a rule file, which is compiled for `model`
+    model     a model in hand, which is changed and returned; or what names one: a shipped name, a folder, a config.json, a GGUF
+              file
+    weights   a GGUF file, a safetensors file or folder, or an open WeightSource; by default those of the model or its folder
+    force     go on although the plan holds errors
+    progress  called with a ProgressEvent after every tensor
+    options   of `compile`, where `plan` is a rule file: device, dtype, hardware, remap
+
+    KtoptError says what stands in the way; a model in hand is then as it was.
+    """
+    from ktopt.applying import apply_plan
+
+    in_hand = model if hasattr(model, "_modules") else None
+    if in_hand is None and weights is None:
+        weights = _own_weights(model)
+    if not isinstance(plan, Plan):
+        plan = _plan(plan, model if model is not None else weights, options)
+    elif options:
+        raise UsageError(f"a plan settles {', '.join(sorted(options))} already; give them to compile instead")
+    return apply_plan(plan, in_hand, weights, force=force, progress=progress)
+
+
+def _plan(given: SourceFile | str | os.PathLike[str], model: Any, options: dict[str, Any]) -> Plan:
+    if isinstance(given, (str, os.PathLike)) and os.fspath(given).endswith(".json"):
+        from ktopt.plan_json import load_plan
+
+        if options:
+            raise UsageError(f"{os.fspath(given)} settles {', '.join(sorted(options))} already; give them to compile instead")
+        return load_plan(Path(given))
+    if model is None:
+        raise UsageError("a rule file needs a model: one in hand, a name, a folder, a config.json or a GGUF file")
+    return compile(given if isinstance(given, SourceFile) else Path(given), model, **options)
+
+
+def _own_weights(model: Any) -> Path | None:
+    """The weights that what names a model holds itself."""
+    if not isinstance(model, (str, os.PathLike)) or not Path(model).exists():
+        return None
+    path = Path(model)
+    return path.parent if path.name == "config.json" else path
+
+
+def load_model(
+    model: str | os.PathLike[str],
+    rules: Plan | SourceFile | str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    *,
+    device: str | None = None,
+    force: bool = False,
+    progress: Callable[[ProgressEvent], None] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A model and its tokenizer, ready to generate.
+
+    model    a folder that `ktopt apply` wrote; or, as `apply` takes it, a name, a folder, a config.json or a GGUF file
+    rules    a rule file, a plan or a plan.json; by default the folder's own plan, or no change at all
+    weights  as `apply` takes them
+    device   where modules go that no rule places; without rules, all of them
+
+    The tokenizer is the one beside the weights or the model, or the GGUF file's own. KtoptError where there is none.
+    """
+    from ktopt.folder import is_optimized
+    from ktopt.weights.tokenizer import find_tokenizer
+
+    folder = Path(model)
+    if rules is None and is_optimized(folder):
+        loaded = _load_folder(folder, {**options, **({"device": device} if device else {})}, progress)
+    else:
+        if device is not None:
+            options["device"] = device
+        elif rules is None:
+            options["device"] = "cpu"
+        loaded = apply(UNCHANGED if rules is None else rules, model, weights, force=force, progress=progress, **options)
+    tokenizer = find_tokenizer((model, weights, loaded.ktopt_plan.model.source))
+    if tokenizer is None:
+        raise KtoptError(
+            f"no tokenizer beside {weights or model}: put tokenizer.json there, or name a folder that has it as the model"
+        )
+    return loaded, tokenizer
+
+
+def _load_folder(folder: Path, options: dict[str, Any], progress: Callable[[ProgressEvent], None] | None) -> Any:
+    from ktopt.applying import apply_plan
+    from ktopt.applying.finish import load_generation_config
+    from ktopt.folder import open_folder
+
+    if options:
+        raise UsageError(f"the plan in {folder} settles {', '.join(sorted(options))} already; make the folder again to change that")
+    plan, source = open_folder(folder)
+    try:
+        model = apply_plan(plan, weights=source, progress=progress)
+    finally:
+        source.close()
+    load_generation_config(model, folder)
+    return model
