@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import UsageError
+from ktopt.expression import AllOf, Expression, Minus, Ref
 from ktopt.graph import Module, ModuleGraph
 from ktopt.operator import nearest
 from ktopt.pattern import compile_pattern
@@ -20,6 +21,7 @@ from ktopt.treeindex import is_a
 if TYPE_CHECKING:
     from ktopt.match import Decision, Matches
     from ktopt.plan import Plan, Step
+    from ktopt.selector import Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +152,11 @@ def _failure(
     """The clause by which a rule lost a module, and that in words."""
     active = matches.active[rule.index]
     if active is None:
-        return "when", "its `when:` asks about the machine; plan with --hardware"
+        return "when", f"whether {rule.when} is not known: plan with --hardware"
     if not active:
-        return "when", "its `when:` does not hold on this machine"
+        return "when", f"{rule.when} does not hold" + (f" on {matches.hardware.name}" if matches.hardware else "")
     if not matches.takes(rule.index) >> module.index & 1:
-        return _mismatch(rule, module)
+        return _mismatch(rule, module, matches)
     if decision.closed_by is not None:
         owner = graph.modules[decision.closed_by]
         index = matches.decisions[owner.index].rule
@@ -170,10 +172,10 @@ def _failure(
     return "alias", f"it takes {module.path or 'the model'} itself, but rules that take its older paths decide"
 
 
-def _mismatch(rule: Rule, module: Module) -> tuple[str, str]:
+def _mismatch(rule: Rule, module: Module, matches: Matches) -> tuple[str, str]:
     """Which clause of its match a rule misses a module by; both, where both fail."""
     if not isinstance(rule.match, NameClass):
-        return "selector", f"its selector does not hold: {rule.match}"
+        return "selector", "; ".join(_failing(rule.match.root, rule.match, module, matches))
     name, cls = rule.match.name, rule.match.cls
     failed: list[tuple[str, str]] = []
     if name is not None and not any(compile_pattern(name).search(path) for path in (module.path, *module.alias_paths)):
@@ -182,6 +184,25 @@ def _mismatch(rule: Rule, module: Module) -> tuple[str, str]:
     if cls is not None and not is_a(cls, module):
         failed.append(("class", f"{cls} is none of {_classes(module)}"))
     return ", ".join(clause for clause, _ in failed), "; ".join(reason for _, reason in failed)
+
+
+def _failing(part: Expression, selector: Selector, module: Module, matches: Matches) -> list[str]:
+    """The smallest parts of a selector that keep a module out."""
+
+    def holds(part: Expression) -> bool:
+        return bool(replace(selector, root=part).evaluate(matches.graph, matches.hardware) >> module.index & 1)
+
+    match part:
+        case Ref():
+            return [f"{text} (in {part})" for text in _failing(part.target, selector, module, matches)]
+        case AllOf() if failing := [p for p in part.parts if not holds(p)]:
+            return [text for p in failing for text in _failing(p, selector, module, matches)]
+        case Minus() if not holds(part.parts[0]):
+            return _failing(part.parts[0], selector, module, matches)
+        case Minus():
+            return [f"{p} takes it out" for p in part.parts[1:] if holds(p)]
+        case _:
+            return [f"{part} does not hold"]
 
 
 def _classes(module: Module) -> str:

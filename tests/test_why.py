@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builders import deepseek_like, rule, rule_set, spec
+from builders import deepseek_like, origin, rule, rule_set, spec
 
 from ktopt.diagnostics import Report, UsageError
 from ktopt.graph import ModuleGraph
 from ktopt.match import match
 from ktopt.planning import PlanOptions, make_plan
+from ktopt.selector import parse_selector
 from ktopt.why import Explanation, Lost, explain_module, find_module
 
 LINEAR = spec("KLinear", "linear")
@@ -45,6 +46,37 @@ def test_the_winner_and_the_clause_that_each_other_rule_failed() -> None:
     assert {n: x.clause for n, x in lost(found).items()} == {1: "name, class", 2: "class", 4: "name", 5: "order"}
     assert lost(found)[5].reason == "it fits, but rule 3 comes first"
     assert lost(found)[2].reason == f"{OLD_ROTARY} is none of Linear"
+
+
+def selects(text: str, lets: dict[str, Any] | None = None, *, when: bool = False) -> Any:
+    report = Report()
+    found = parse_selector(text, origin(1), lets or {}, report, when=when)
+    assert not report.items
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("@lm_head", "@lm_head does not hold"),
+        ("@model.** & class=Linear & layer in 0..2", "layer in 0..2 does not hold"),
+        ("@lm_head & class=Embedding", "@lm_head does not hold; class=Embedding does not hold"),
+        ("@model.** - name=q_a_proj", "name=q_a_proj takes it out"),
+        ("(@model.** & layer in 0..2) - name=zzz", "layer in 0..2 does not hold"),
+        ("$early & class=Linear", "layer in 0..1 does not hold (in $early)"),
+    ],
+)
+def test_the_part_of_a_selector_that_failed(text: str, reason: str) -> None:
+    lets = {"early": selects("@model.** & layer in 0..1")}
+    found = why("model.layers.4.self_attn.q_a_proj", rule(selector=selects(text, lets)))
+    assert (lost(found)[1].clause, lost(found)[1].reason) == ("selector", reason)
+
+
+def test_a_rule_that_is_off_names_its_condition() -> None:
+    off = rule("q_a_proj", None, when=selects("config.num_hidden_layers >= 60", when=True))
+    found = why("model.layers.4.self_attn.q_a_proj", off)
+    assert lost(found)[1].clause == "when"
+    assert lost(found)[1].reason == "config.num_hidden_layers >= 60 does not hold"
 
 
 def test_a_negative_pattern_s_failure_is_named() -> None:
