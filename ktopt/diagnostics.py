@@ -133,8 +133,8 @@ class Report:
 
     @property
     def stops_plan(self) -> bool:
-        """Whether a plan can't be made at all: YAML, shape, operator and regex errors (KT1, KT2, KT4, KT304)."""
-        return any(d.code.startswith(("KT1", "KT2", "KT4")) or d.code == "KT304" for d in self.errors)
+        """Whether a plan can't be made at all: YAML, shape, operator, regex and selector errors (KT1, KT2, KT4, KT304, KT310)."""
+        return any(d.code.startswith(("KT1", "KT2", "KT4")) or d.code in ("KT304", "KT310") for d in self.errors)
 
     def __iter__(self) -> Iterator[Diagnostic]:
         return iter(self.items)

@@ -95,7 +95,7 @@ def holds(test: Test, values: list[Any], pattern: Pattern | None = None) -> bool
 
 
 def same(value: Any, written: str) -> bool:
-    """Whether a value is what was written: numbers by value, true and false in any case, other text as it is; any item of a list."""
+    """Whether a value is what was written: numbers by value, true and false in any case, text as it is; any item of a list."""
     if isinstance(value, list | tuple):
         return any(same(item, written) for item in value)
     if isinstance(value, bool):

@@ -93,7 +93,7 @@ class RuleReader:
         text = self.shape.text(node, key, f'`{key}: "class=Linear"`')
         if text is None or not isinstance(node, Scalar):
             return None
-        return read_selector(self.shape.inside(key), node, text, self.lets)
+        return read_selector(self.shape.inside(key), node, text, self.lets, when=key == "when")
 
     def name_class(self, match: Mapping) -> NameClass | None:
         shape = self.shape.inside("match")
@@ -178,12 +178,12 @@ class RuleReader:
         return KwargsReader(self.shape, spec, rule).read(options, name, node)
 
 
-def read_selector(shape: Shape, node: Scalar, text: str, lets: dict[str, Selector]) -> Selector | None:
+def read_selector(shape: Shape, node: Scalar, text: str, lets: dict[str, Selector], *, when: bool = False) -> Selector | None:
     """The selector in a scalar. Its findings stand at columns of the text within the quotes."""
     from ktopt.selector import parse_selector
 
     start = node.part(0).start if text else node.span.start
-    return parse_selector(text, Origin(shape.file, Span(start, node.span.end)), lets, shape.report)
+    return parse_selector(text, Origin(shape.file, Span(start, node.span.end)), lets, shape.report, when=when)
 
 
 def check_name(shape: Shape, node: Scalar, pattern: str) -> bool:

@@ -42,8 +42,8 @@ class Selector:
     def evaluate(self, graph: ModuleGraph, hardware: Hardware | None = None, quant: Mapping[str, str] | None = None) -> int:
         """The modules that it takes by any of their paths, as a set of bits over graph.modules.
 
-        quant maps full parameter names to storage types ("Q4_K"); without it `quant` tests hold nowhere. Nor do `hw` tests where the
-        hardware is unknown. PatternTimeout where a pattern uses up its budget.
+        quant maps full parameter names to storage types ("Q4_K"); without it `quant` tests hold nowhere. Nor do `hw` tests where
+        the hardware is unknown. PatternTimeout where a pattern uses up its budget.
         """
         index = index_of(graph)
         return index.modules_at(self.evaluate_places(index, graph.config, hardware, quant))
