@@ -74,7 +74,7 @@ class Ref:
     """A named selector of the file's `let`. Two references are equal when their names are."""
 
     name: str
-    target: Expression = field(compare=False)
+    target: Expression = field(compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"${self.name}"
