@@ -13,6 +13,7 @@ from ktopt.cli.options import add_model, add_target, compile_options, model_argu
 from ktopt.cli.terminal import style_of
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
+from ktopt.plan import Plan
 from ktopt.render import FORMATS
 from ktopt.render.style import plural
 from ktopt.source import SourceFile
@@ -42,13 +43,14 @@ def run(args: argparse.Namespace) -> int:
     args.rules = [file for name in args.rules for file in _files(name)]
     for name in args.rules:
         try:
-            diagnostics, texts, plan = _check(name, args.stdin_filename, model, options)
+            compilation = run_stages(rules_argument(name, args.stdin_filename), model, **options)
         except CompileError as error:  # the file can't be read
-            diagnostics, texts, plan = error.report.sorted(), {}, None
-        found += [d for d in diagnostics if d not in found]
-        sources |= texts
-        if args.locked and plan is not None:
-            failed |= _differs_from_lock(name, plan)
+            found += error.report.sorted()
+            continue
+        found += [d for d in compilation.report.sorted() if d not in found]
+        sources |= sources_of(compilation.document)
+        if args.locked and compilation.plan is not None:
+            failed |= _differs_from_lock(compilation.document.source.path, compilation.plan)
     _print(args, found, sources, model is not None)
     return 1 if failed or at_least(found, Severity(args.fail_on)) else 0
 
@@ -73,13 +75,8 @@ def _load(model: str | None) -> Any:
     return load_tree(model)
 
 
-def _check(name: str, stdin_name: str | None, model: Any, options: dict[str, Any]) -> tuple[list[Diagnostic], dict[str, Any], Any]:
-    compilation = run_stages(rules_argument(name, stdin_name), model, **options)
-    return compilation.report.sorted(), sources_of(compilation.document), compilation.plan
-
-
-def _differs_from_lock(name: str, plan: Any) -> bool:
-    differences = lock_differences(name, plan)
+def _differs_from_lock(rules: str, plan: Plan) -> bool:
+    differences = lock_differences(rules, plan)
     for line in differences:
         print(line, file=sys.stderr)
     return bool(differences)

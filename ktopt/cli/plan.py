@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     ask_for_hardware(compilation)
     if args.lock:
-        _write_lock(args.rules, plan)
+        _write_lock(compilation.document.source.path, plan)
     if args.output:
         from ktopt.plan_json import dump_plan
 
