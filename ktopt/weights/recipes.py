@@ -86,7 +86,7 @@ def assemble(
 
     out = torch.empty(recipe.shape, dtype=torch.float32 if recipe.after else dtype, device="cpu" if recipe.after else device)
     placed = out.view(recipe.view)
-    for part in recipe.parts:
+    for part in recipe.parts if out.numel() else ():
         raw, kind, shape = fetch(part.stored)
         raw = gathered(part, raw, kind, shape)
         into = placed[part.at] if part.at else placed
