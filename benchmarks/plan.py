@@ -1,6 +1,6 @@
 """How long it takes to plan a 60-rule file for eight GPUs on a DeepSeek-V3 tree with every expert a module (75,457 modules).
 
-    python benchmarks/plan.py [--runs N] [--json FILE]
+    python benchmarks/plan.py [--runs N] [--json FILE] [--stages]
 
 In process, from the file's text to a Plan that is not yet written, with a fresh graph each time (nothing of it computed before).
 Beside it: a plain walk as KTransformers' code does it, every module against every rule with `re.search` and an is-instance test.
@@ -28,6 +28,7 @@ from ktopt.source import SourceFile
 
 MODELING = "ktransformers.models.modeling_deepseek_v3"
 OPERATORS = "ktransformers.operators"
+STAGES = ("parse", "validate", "match", "check_selection", "make_plan")
 LAYERS = 61
 GPUS = 8
 
@@ -92,6 +93,32 @@ def measure(what: str, text: str, graph: ModuleGraph, runs: int, target: float |
     return [row(f"{what}: first", first), row(f"{what}: next", later, target=target)]
 
 
+def measure_stages(what: str, text: str, graph: ModuleGraph, runs: int) -> list[Row]:
+    """Where the time goes: each stage's median."""
+    from ktopt import compiler
+
+    taken: dict[str, list[float]] = {}
+
+    def timed(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+        def stage_and_watch(*args: Any, **kwargs: Any) -> Any:
+            with stopwatch(taken.setdefault(name, [])):
+                return stage(*args, **kwargs)
+
+        return stage_and_watch
+
+    kept = {name: getattr(compiler, name) for name in STAGES}
+    try:
+        for name, stage in kept.items():
+            setattr(compiler, name, timed(name, stage))
+        for _ in range(runs):
+            re.purge()
+            compiler.run_stages(SourceFile("bench.yaml", text), dataclasses.replace(graph))
+    finally:
+        for name, stage in kept.items():
+            setattr(compiler, name, stage)
+    return [row(f"{what}: {name}", times) for name, times in taken.items()]
+
+
 def measure_walk(what: str, rules: list[dict[str, Any]], walk: Callable[[list[dict[str, Any]]], Any], runs: int) -> Row:
     taken: list[float] = []
     for _ in range(runs):
@@ -102,7 +129,9 @@ def measure_walk(what: str, rules: list[dict[str, Any]], walk: Callable[[list[di
 
 
 def main() -> None:
-    options = arguments("How long planning takes on 75,457 modules.", runs=7).parse_args()
+    parser = arguments("How long planning takes on 75,457 modules.", runs=7)
+    parser.add_argument("--stages", action="store_true", help="show each stage's time too")
+    options = parser.parse_args()
     config = load_config("deepseek-v3") if CONFIGS.exists() else shipped_config()
     tree = upstream_tree(config)
     graph = as_graph(tree, config, "deepseek-v3")
@@ -117,6 +146,8 @@ def main() -> None:
     for what, (rules, target) in cases.items():
         text = yaml.safe_dump(rules, sort_keys=False)
         rows += measure(what, text, graph, options.runs, target)
+        if options.stages:
+            rows += measure_stages(what, text, graph, options.runs)
         rows.append(measure_walk(what, rules, lambda r: resolve(r, tree), min(options.runs, 3)))
     show(f"planning {len(graph):,} modules", rows, options.json, {"rules": {k: len(r) for k, (r, _) in cases.items()}})
 

@@ -298,8 +298,10 @@ EXPERT = re.compile(r"\.experts\.(\d+)")
 
 
 def as_graph(tree: list[UpstreamModule], config: Config, name: str = "", dtype: str = "bfloat16") -> ModuleGraph:
-    """The same tree in the form that ktopt's stages take."""
+    """The same tree in the form that ktopt's stages take. As in trees that ktopt builds, modules of a class share a ModuleClass."""
     modules: list[Module] = []
+    classes: dict[tuple[str, ...], ModuleClass] = {}
+    tensors: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[Tensor, ...]] = {}
     ends: dict[int, int] = {}
     open_modules: list[int] = []  # indices of the module before this one and of its ancestors
     for index, module in enumerate(tree):
@@ -309,8 +311,8 @@ def as_graph(tree: list[UpstreamModule], config: Config, name: str = "", dtype: 
         modules.append(
             Module(
                 path=module.path,
-                cls=ModuleClass(module.mro[0], module.mro),
-                tensors=tuple(Tensor(n, shape, dtype) for n, shape in module.parameters),
+                cls=classes.setdefault(module.mro, ModuleClass(module.mro[0], module.mro)),
+                tensors=tensors.setdefault(module.parameters, tuple(Tensor(n, s, dtype) for n, s in module.parameters)),
                 index=index,
                 parent=open_modules[-1] if open_modules else -1,
                 end=0,
