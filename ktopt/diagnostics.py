@@ -18,6 +18,11 @@ class Severity(StrEnum):
     WARNING = "warning"
     INFO = "info"
 
+    def is_at_least(self, other: Severity) -> bool:
+        """Whether this is as grave as `other`, or graver."""
+        order = list(Severity)
+        return order.index(self) <= order.index(other)
+
 
 @dataclass(frozen=True, slots=True)
 class Edit:
@@ -36,6 +41,10 @@ class Fix:
     edits: tuple[Edit, ...]
     safe: bool = True
 
+    def to_json(self) -> dict[str, Any]:
+        edits = [{"file": e.file, "span": span_json(e.span), "text": e.text} for e in self.edits]
+        return {"title": self.title, "safe": self.safe, "edits": edits}
+
 
 @dataclass(frozen=True, slots=True)
 class Related:
@@ -47,7 +56,8 @@ class Related:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One finding: a code of codes.py, a message that says what is wrong, where, and in `help` what to write instead."""
+    """One finding: a code of codes.py, a message that says what is wrong, where, and in `help` what to write instead. `models` names
+    those that it concerns where a file was checked on several and it isn't found on all."""
 
     code: str
     severity: Severity
@@ -57,6 +67,7 @@ class Diagnostic:
     related: tuple[Related, ...] = ()
     help: str | None = None
     fix: Fix | None = None
+    models: tuple[str, ...] = ()
 
     @property
     def sort_key(self) -> tuple[str, Span, str, str]:
@@ -76,6 +87,8 @@ class Diagnostic:
             "span": span_json(self.span),
             "related": [{"message": r.message, "file": r.origin.file, "span": span_json(r.origin.span)} for r in self.related],
             "help": self.help,
+            "fix": self.fix.to_json() if self.fix else None,
+            "models": list(self.models),
         }
 
 

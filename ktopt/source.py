@@ -5,6 +5,8 @@ Lines and columns count from 1; a span's end is exclusive. `parse.py` makes thes
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +34,8 @@ class Span:
 
 
 FILE_START = Span.at(1, 1, 0)
+_BREAK = re.compile(r"\r\n|[\n\r\x85\u2028\u2029]")
+"""What ends a line in YAML."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,24 @@ class SourceFile:
     @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
+
+    @cached_property
+    def line_starts(self) -> list[int]:
+        """Where each line begins in the text, from 0."""
+        return [0, *(found.end() for found in _BREAK.finditer(self.text))]
+
+    def offset(self, position: Position) -> int:
+        """Where a position stands in the text, from 0; the end of its line or of the text where it is past that."""
+        if position.line > len(self.line_starts):
+            return len(self.text)
+        start = self.line_starts[position.line - 1]
+        end = self.line_starts[position.line] if position.line < len(self.line_starts) else len(self.text)
+        return min(start + position.column - 1, end)
+
+    def position(self, offset: int) -> Position:
+        """The position of an offset from 0."""
+        line = bisect_right(self.line_starts, offset)
+        return Position(line, offset - self.line_starts[line - 1] + 1)
 
 
 @dataclass(frozen=True, slots=True)
