@@ -500,6 +500,13 @@ class TestApply:
         assert model.ktopt_plan.by_path["model.layers.0.mlp.up_proj"].operator == "KTransformersLinear"
         assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([258]) == "th"
 
+    def test_the_folder_runs_as_the_rule_file_did(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path) -> None:
+        asked = ["--prompt", "the", "-n", "6", "--greedy", "-q"]
+        assert cli("apply", cpu_rules, "--weights", tiny_gguf, *CPU, "--out", tmp_path / "out", "--copy").code == 0
+        result = cli("run", tmp_path / "out", *asked)
+        assert result.code == 0, result.err
+        assert result.out == cli("run", cpu_rules, "--weights", tiny_gguf, *CPU, *asked).out
+
     def test_a_plan_file_is_taken_back(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path) -> None:
         plan = tmp_path / "plan.json"
         assert cli("plan", cpu_rules, "--weights", tiny_gguf, *CPU, "-o", plan).code == 0

@@ -25,11 +25,13 @@ def run(args: argparse.Namespace) -> int:
     weights = weights_argument(args)
     plan = plan_to_apply(args)
     from ktopt.applying.checks import check_errors
-    from ktopt.cli.tokenizer import find_tokenizer
     from ktopt.folder import save_folder
+    from ktopt.weights.tokenizer import find_tokenizer
 
     check_errors(plan, args.force)
-    out = save_folder(plan, args.out, weights, copy_weights=args.copy, tokenizer=find_tokenizer(weights, plan))
+    out = save_folder(
+        plan, args.out, weights, copy_weights=args.copy, tokenizer=find_tokenizer((weights, args.model, plan.model.source))
+    )
     what = "with its weights" if args.copy else f"with references to {weights}"
     print(f"wrote {out} {what}: {size(plan.weight_bytes)} when loaded, on {', '.join(plan.devices)}")
     print(f'load it with: import ktopt; AutoModelForCausalLM.from_pretrained("{args.out}")')

@@ -6,18 +6,23 @@ import argparse
 import sys
 import time
 from contextlib import closing
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ktopt.cli.apply import plan_to_apply
 from ktopt.cli.options import add_model, add_target, weights_argument
+from ktopt.cli.plan_table import plan_table
 from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
+from ktopt.folder import PLAN_FILE
+from ktopt.plan_json import load_plan
 
 PROMPT_LIMIT_CHARACTERS = 4 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rules", metavar="RULES", help="a rule file, or a plan.json that ktopt plan -o wrote")
+    parser.add_argument("rules", metavar="RULES", help="a rule file, a plan.json, or a folder of ktopt apply")
     add_model(parser)
     add_target(parser)
     parser.add_argument("--prompt", "-p", metavar="TEXT", required=True, help="what to ask; - reads it from standard input")
@@ -34,30 +39,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = sampling(args)
-    weights = weights_argument(args)
-    plan = plan_to_apply(args)
+    text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if args.prompt == "-" else args.prompt
+    folder = Path(args.rules).is_dir()
+    weights = None if folder else weights_argument(args)
+    plan = load_plan(Path(args.rules) / PLAN_FILE) if folder else plan_to_apply(args)
     if args.show_plan:
-        from ktopt.cli.plan_table import plan_table
-
         print(plan_table(plan, columns(sys.stdout), style_of(sys.stdout)), flush=True)
     _quiet_transformers()
-    from ktopt.applying import apply_plan
-    from ktopt.cli.tokenizer import tokenizer_for
+    from ktopt.api import load_model
     from ktopt.runtime.generation import generate_stream
     from ktopt.runtime.memory import resident_bytes
 
+    import_module("ktopt.applying")  # torch and transformers, whose memory is not the model's
     baseline = resident_bytes()
     start = time.perf_counter()
     with Progress("loading") as progress:
-        model = apply_plan(plan, weights=weights, force=args.force, progress=progress)
+        if folder:
+            model, tokenizer = load_model(args.rules, progress=progress)
+        else:
+            model, tokenizer = load_model(args.model or weights or "", plan, weights, force=args.force, progress=progress)
     loaded_s = time.perf_counter() - start
-    tokenizer = tokenizer_for(weights, plan)
     if args.seed is not None:
         import torch
 
         torch.manual_seed(args.seed)
     options["eos_token_id"] = stop_tokens(model, tokenizer)
-    stream = generate_stream(model, tokenizer, prompt_of(args, tokenizer), args.max_tokens, baseline_bytes=baseline, **options)
+    stream = generate_stream(
+        model, tokenizer, prompt_of(args, text, tokenizer), args.max_tokens, baseline_bytes=baseline, **options
+    )
     with closing(stream):
         for piece in stream:
             sys.stdout.write(piece)
@@ -88,15 +97,14 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int] | None:
     return list(dict.fromkeys(token for token in ends if token is not None)) or None
 
 
-def prompt_of(args: argparse.Namespace, tokenizer: Any) -> str | list[dict[str, str]]:
+def prompt_of(args: argparse.Namespace, text: str, tokenizer: Any) -> str | list[dict[str, str]]:
     """Chat messages, or the text itself with --raw or where the model has no chat template."""
-    text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if args.prompt == "-" else args.prompt
     if args.raw or not getattr(tokenizer, "chat_template", None):
         if args.system:
             raise UsageError(
                 "--system needs a chat template" + (", which --raw leaves out" if args.raw else ", and this model has none")
             )
-        return str(text)
+        return text
     system = [{"role": "system", "content": args.system}] if args.system else []
     return [*system, {"role": "user", "content": text}]
 
