@@ -282,6 +282,7 @@ def test_a_condition_that_asks_of_modules_is_refused():
         "(" * 4900 + "@a" + ")" * 4900,
         "@a - (" * 1500 + "@b",
         "@" + "*" * 5000,
+        "@" + "*a" * 2000,
         "@a" * 9000,
         "layer > 1e999",
         "x=\x00",
@@ -298,39 +299,19 @@ def test_hostile_text_is_answered_at_once(text):
 def test_names_that_double_each_other_do_not_explode():
     lets: dict[str, Selector] = {}
     text = "class=Linear"
-    for i in range(40):
+    for i in range(18):
         lets[f"a{i}"] = read(text, lets)
-        text = f"$a{i} | $a{i} & $a{i}"
+        text = f"$a{i} | $a{i} & $a{i} | $a{i}"
     start = time.perf_counter()
     assert taken(text, PLAIN, lets) == where(is_linear, PLAIN)
     assert hash(read(text, lets).root) == hash(read(text, lets).root)
+    assert len(repr(read(text, lets))) < 1000
     assert time.perf_counter() - start < 1
 
 
 def test_any_text_is_parsed_or_reported():
-    tokens = [
-        "@a",
-        "class",
-        "=",
-        "!=",
-        "Linear",
-        "in",
-        "0..3",
-        ",",
-        "(",
-        ")",
-        "!",
-        "&",
-        "|",
-        "-",
-        "$block",
-        "has",
-        "~",
-        "/a/",
-        ">=",
-        "9",
-        ".",
-    ]
+    tokens = ["@a", "class", "=", "!=", "Linear", "in", "0..3", ",", "(", ")", "!", "&", "|", "-"]
+    tokens += ["$block", "has", "~", "/a/", ">=", "9", "."]
     source = random.Random(1)
     for _ in range(400):
         text = " ".join(source.choices(tokens, k=source.randint(1, 9)))
