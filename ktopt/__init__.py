@@ -5,7 +5,7 @@
     model = ktopt.apply(plan, weights="model.gguf")          a transformers model, optimized
     model, tokenizer = ktopt.load_model("folder")            the same from a folder that `ktopt apply` wrote
 
-Importing this package imports no torch and no transformers; it installs one import hook (hook.py), which registers ktopt's quantizer
+Importing this package imports no torch and no transformers; it installs one import hook (hook.py), which registers the quantizer
 with transformers once transformers is imported.
 """
 

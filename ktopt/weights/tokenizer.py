@@ -25,8 +25,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def find_tokenizer(places: Iterable[Any]) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the first of these that has one: a folder with tokenizer files (or a config.json or safetensors file in it), a
-    GGUF file, a folder with a GGUF file.
+    """The tokenizer of the first of these that has one: a folder with tokenizer files (or a config.json or safetensors file in
+    it), a GGUF file, a folder with a GGUF file.
 
     Anything else among them (a shipped name, an open source, None) is passed over. None where there is no tokenizer at all;
     KtoptError where it can't be read.
