@@ -18,7 +18,7 @@ from ktopt.source import Mapping, Node, Origin, Position, Scalar, Sequence, Sour
 from ktopt.yaml_errors import explain
 
 MAX_DEPTH = 100
-MAX_NODES = 50_000
+MAX_NODES = 30_000
 MAX_NUMBER_CHARS = 400
 """A longer plain scalar is text: base-60 integers take quadratic time to read."""
 

@@ -24,7 +24,7 @@ from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Se
 if TYPE_CHECKING:
     from ktopt.selector import Selector
 
-MAX_RULES = 5000
+MAX_RULES = 2000
 DTYPES = ("float32", "bfloat16", "float16")
 LIST_DEVICE, NATIVE_DEVICE = "cuda:0", "cpu"
 _LET = re.compile(r"[A-Za-z_]\w*")

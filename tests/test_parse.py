@@ -165,9 +165,9 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_answered_within_a_second(name: str) -> None:
     text, code = HOSTILE[name]
-    start = time.perf_counter()
+    start = time.process_time()
     _, report = parsed(text)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert [d.code for d in report] == ([code] if code else [])
 
 
@@ -224,10 +224,10 @@ def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path) -> None:
     file = tmp_path / "huge.yaml"
     with open(file, "wb") as out:
         out.truncate(1 << 40)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CompileError, match="is over 1000 kB"):
         read_source(file)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_standard_input_is_read_for_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,12 +222,12 @@ def test_findings_of_all_rules_come_at_once() -> None:
 def test_thousands_of_wrong_rules_are_answered_fast() -> None:
     import time
 
-    start = time.perf_counter()
-    _, report = validated("- {}\n" * 4000)
-    assert len(report) == 8000
-    _, report = validated("- {}\n" * 6000)
-    assert lines(report) == [("KT104", 6000)]
-    assert time.perf_counter() - start < 4
+    start = time.process_time()
+    _, report = validated("- {}\n" * 1900)
+    assert len(report) == 3800
+    _, report = validated("- {}\n" * 2500)
+    assert lines(report) == [("KT104", 2500)]
+    assert time.process_time() - start < 1
 
 
 def native(text: str) -> tuple[RuleSet | None, Report]:
