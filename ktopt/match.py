@@ -91,8 +91,11 @@ def match(ruleset: RuleSet, graph: ModuleGraph, hardware: Hardware | None, repor
     active = tuple(_is_active(rule, graph, hardware, report) for rule in ruleset.rules)
     contenders = _contenders(ruleset, active, graph, hardware, report)
     places = _places(ruleset, graph, hardware, report)
-    decisions = _Walk(ruleset.rules, graph, contenders, places, report).run()
-    return Matches(ruleset, graph, decisions, active, _need_hardware(ruleset, active, hardware), hardware)
+    walk = _Walk(ruleset.rules, graph, contenders, places, report)
+    decisions = walk.run()
+    failed = {rule.index for rule in ruleset.rules if active[rule.index] is not False} - {c.rule for c in contenders} | walk.failed
+    needs = _need_hardware(ruleset, active, hardware)
+    return Matches(ruleset, graph, decisions, active, needs, hardware, _takes=dict.fromkeys(failed, 0))
 
 
 def _is_active(rule: Rule, graph: ModuleGraph, hardware: Hardware | None, report: Report) -> bool | None:
@@ -240,6 +243,7 @@ class _Walk:
         self.shared: dict[tuple[int | None, int | None, str | None], Decision] = {}
         self.of_class: dict[tuple[int, tuple[str, ...]], frozenset[int]] = {}
         self.closers: set[str] = set()
+        self.failed: set[int] = set()
 
     def run(self) -> tuple[Decision, ...]:
         self._walk(0, len(self.graph), None, self.contenders)
@@ -294,6 +298,7 @@ class _Walk:
                         return rule
                 except PatternTimeout as error:
                     report_pattern(self.rules[rule], error, self.report)
+                    self.failed.add(rule)
             elif places is None or places[place >> 3] >> (place & 7) & 1:
                 return rule
         return None

@@ -102,7 +102,8 @@ def _near_class(written: str, graph: ModuleGraph) -> str | None:
     for example, _ in index_of(graph).classes:
         for dotted in (example.cls.name, *example.alias_classes):
             names.setdefault(dotted.rpartition(".")[2], dotted)
-    near = nearest(written.rpartition(".")[2], names)
+    simple = written.rpartition(".")[2]
+    near = next((name for name in names if name.lower() == simple.lower()), "") or nearest(simple, names)
     return f"did you mean {names[near]}?" if near else None
 
 

@@ -112,7 +112,6 @@ def _report_shadowed(rule: Rule, lost: int, won: int, matches: Matches, report: 
         return
     total = lost.bit_count() + won.bit_count()
     rules = [matches.ruleset.rules[i] for i in by_rule]
-    message = (
-        f"rule {rule.number} matches {total} modules and decides {won.bit_count()}: {lost.bit_count()} are taken by {_named(rules)}"
-    )
+    gone = f"{lost.bit_count()} {'is' if lost.bit_count() == 1 else 'are'} taken by {_named(rules)}"
+    message = f"rule {rule.number} matches {total} modules and decides {won.bit_count()}: {gone}"
     report.info("KT303", message, where(rule), related=_related(by_rule, matches))

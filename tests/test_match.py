@@ -136,7 +136,7 @@ def test_a_pattern_that_backtracks_for_ever_is_reported_at_its_rule_and_takes_no
     report = Report()
     start = time.perf_counter()
     matches = match(rule_set(rule("^m$"), rule(r"^(([a-z_.])+.)+[A-Z]([a-z])+$")), graph, None, report)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 5
     (found,) = report.items
     assert (found.code, found.span.start.line) == ("KT304", 12)
     assert "rule 2" in found.message

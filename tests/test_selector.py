@@ -292,7 +292,7 @@ def test_hostile_text_is_answered_at_once(text):
     report = Report()
     start = time.perf_counter()
     parse_selector(text, origin(text), {}, report)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 5
     assert all(d.code == "KT310" for d in report)
 
 
