@@ -12,8 +12,6 @@ from ktopt.render import render
 from ktopt.render.style import plural
 from ktopt.source import Document, SourceFile
 
-RANK = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
-
 
 def sources_of(document: Document) -> dict[str, SourceFile]:
     """The text of a document and of all that it imports, by path."""
@@ -25,7 +23,7 @@ def sources_of(document: Document) -> dict[str, SourceFile]:
 
 def at_least(diagnostics: Iterable[Diagnostic], level: Severity) -> list[Diagnostic]:
     """Those of that severity or a graver one."""
-    return [d for d in diagnostics if RANK[d.severity] >= RANK[level]]
+    return [d for d in diagnostics if d.severity.is_at_least(level)]
 
 
 def count(diagnostics: Iterable[Diagnostic]) -> str:

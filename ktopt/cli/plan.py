@@ -14,7 +14,11 @@ from ktopt.plan import Plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rules", metavar="RULES", help="a rule file, - for standard input, or a shipped set such as smollm2/cpu")
+    parser.add_argument(
+        "rules",
+        metavar="RULES",
+        help="a rule file, - for standard input, a shipped set such as smollm2/cpu, or a plan.json to show",
+    )
     add_model(parser)
     add_target(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table")
@@ -24,6 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.rules.endswith(".json"):
+        return _show_file(args)
     compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
     plan = compilation.plan
     errors = show_findings(compilation)
@@ -40,6 +46,17 @@ def run(args: argparse.Namespace) -> int:
     if args.output != "-":
         show(plan, args)
     return 1 if errors else 0
+
+
+def _show_file(args: argparse.Namespace) -> int:
+    """Show a plan that was written earlier, and the errors that it holds."""
+    from ktopt.plan_json import load_plan
+
+    plan = load_plan(args.rules)
+    show(plan, args)
+    for error in plan.errors:
+        print(error, file=sys.stderr)
+    return 1 if plan.errors else 0
 
 
 def show(plan: Plan, args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from ktopt.cli.plan_table import plan_table
 from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.folder import PLAN_FILE
+from ktopt.plan import Plan
 from ktopt.plan_json import load_plan
 
 PROMPT_LIMIT_CHARACTERS = 4 << 20
@@ -46,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
     if args.show_plan:
         print(plan_table(plan, columns(sys.stdout), style_of(sys.stdout)), flush=True)
     _quiet_transformers()
-    from ktopt.api import load_model
     from ktopt.runtime.generation import generate_stream
     from ktopt.runtime.memory import resident_bytes
 
@@ -54,10 +54,7 @@ def run(args: argparse.Namespace) -> int:
     baseline = resident_bytes()
     start = time.perf_counter()
     with Progress("loading") as progress:
-        if folder:
-            model, tokenizer = load_model(args.rules, progress=progress)
-        else:
-            model, tokenizer = load_model(args.model or weights or "", plan, weights, force=args.force, progress=progress)
+        model, tokenizer = _load(args, plan, weights, progress)
     loaded_s = time.perf_counter() - start
     if args.seed is not None:
         import torch
@@ -75,6 +72,15 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet and stream.stats is not None:
         print("\n" + style_of(sys.stdout).paint(summary(stream.stats, loaded_s), "dim"))
     return 0
+
+
+def _load(args: argparse.Namespace, plan: Plan, weights: str | None, progress: Progress) -> tuple[Any, Any]:
+    """The model and its tokenizer: a folder's own, or a plan carried out on `weights`."""
+    from ktopt.api import load_model
+
+    if weights is None:
+        return load_model(args.rules, progress=progress)
+    return load_model(args.model or weights, plan, weights, force=args.force, progress=progress)
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
