@@ -108,12 +108,11 @@ def plan_from_json(data: Mapping[str, Any], where: str = "plan") -> Plan:
 
 
 @cache
-def _types(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
+def _types(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Field types of a plan class, and which fields must be present."""
     hints = typing.get_type_hints(kind)
-    if issubclass(kind, tuple):
-        required = frozenset(Step._fields) - set(Step._field_defaults)
-        return {name: hints[name] for name in Step._fields}, required
+    if kind is Step:
+        return {name: hints[name] for name in Step._fields}, frozenset(Step._fields) - set(Step._field_defaults)
     optional = {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
     return {f.name: hints[f.name] for f in fields(kind)}, frozenset(hints) - optional
 
