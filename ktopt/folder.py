@@ -83,7 +83,8 @@ def _replace(out: Path, made: Path) -> None:
 
 
 def _write(plan: Plan, made: Path, out: Path, weights: Path, copy_weights: bool, tokenizer: Any) -> None:
-    from ktopt.applying import build_model, open_tensors, prepare
+    from ktopt.applying import build_model, open_tensors
+    from ktopt.applying.checks import prepare
 
     with open_tensors(plan, None, weights) as source:
         root = build_model(plan)

@@ -57,7 +57,8 @@ class KtoptQuantizer(HfQuantizer):
             logger.warning("device_map is ignored: the plan in the folder says where each module goes")
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
-        from ktopt.applying import Application, check_devices, prepare
+        from ktopt.applying import Application
+        from ktopt.applying.checks import check_devices, prepare
         from ktopt.diagnostics import KtoptError
         from ktopt.folder import open_folder
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from ktopt.applying.checks import Prepared, check_devices, check_errors, prepare
-from ktopt.applying.finish import finish, make_unusable
+from ktopt.applying.finish import finish, load_generation_config, make_unusable
 from ktopt.applying.hooks import install_transfers
 from ktopt.applying.load import Loader, ProgressEvent, TensorFeed
 from ktopt.applying.swap import Swap
@@ -61,7 +61,12 @@ def apply_plan(
     with open_tensors(plan, root, weights) as tensors:
         application = Application(prepare(plan, root, tensors), tensors)
         application.swap()
-        return application.load(progress)
+        made = application.load(progress)
+    if model is None:
+        for place in (weights, plan.model.source):
+            if isinstance(place, (str, os.PathLike)) and load_generation_config(made, Path(place)):
+                break
+    return made
 
 
 def build_model(plan: Plan) -> Any:

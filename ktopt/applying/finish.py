@@ -39,12 +39,14 @@ def _set_device_map(root: Any) -> None:
     root.hf_device_map = {names[module]: str(devices[module]) for module in dict.fromkeys([*first, *devices])}
 
 
-def load_generation_config(root: Any, folder: Path) -> None:
-    """Take generation_config.json from beside the weights, if there is one."""
-    if (folder / "generation_config.json").is_file() and hasattr(root, "generation_config"):
-        from transformers import GenerationConfig
+def load_generation_config(root: Any, folder: Path) -> bool:
+    """Take the folder's generation_config.json; False where there is none, and the model's own stays."""
+    if not (folder / "generation_config.json").is_file() or not hasattr(root, "generation_config"):
+        return False
+    from transformers import GenerationConfig
 
-        root.generation_config = GenerationConfig.from_pretrained(str(folder))
+    root.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return True
 
 
 def make_unusable(root: nn.Module, tensor: str) -> None:

@@ -62,7 +62,7 @@ def write_packed(path: Path, source: WeightSource, dtypes: Mapping[str, str]) ->
             for part, size in zip(_parts(source, name, packed, dtypes[name]), sizes, strict=True):
                 if part.nbytes != size:
                     raise WeightError(f"{source.path}: {name} changed while it was read")
-                out.write(memoryview(part.reshape(-1)))
+                out.write(part.reshape(-1).data)
 
 
 def _plan_one(source: WeightSource, name: str, dtype: str) -> tuple[Packed, list[int]]:
