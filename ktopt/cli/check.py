@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from ktopt.cli.findings import at_least, count, print_report, sources_of
 from ktopt.cli.lock import lock_differences
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument
+from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rule_files, rules_argument
 from ktopt.cli.terminal import style_of
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[Diagnostic] = []
     sources: dict[str, SourceFile] = {}
     failed = False
-    args.rules = [file for name in args.rules for file in _files(name)]
+    args.rules = [file for name in args.rules for file in rule_files(name)]
     for name in args.rules:
         try:
             compilation = run_stages(rules_argument(name, args.stdin_filename), model, **options)
@@ -53,17 +52,6 @@ def run(args: argparse.Namespace) -> int:
             failed |= _differs_from_lock(compilation.document.source.path, compilation.plan)
     _print(args, found, sources, model is not None)
     return 1 if failed or at_least(found, Severity(args.fail_on)) else 0
-
-
-def _files(name: str) -> list[str]:
-    """The rule files of a folder, in order; anything else is itself."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return [name]
-    found = sorted(str(path) for suffix in ("yaml", "yml") for path in folder.rglob(f"*.{suffix}"))
-    if not found:
-        raise UsageError(f"{name}: no .yaml files in this folder")
-    return found
 
 
 def _load(model: str | None) -> Any:

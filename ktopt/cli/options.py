@@ -54,6 +54,17 @@ def rules_argument(text: str, stdin_name: str | None = None) -> str | SourceFile
     return str(shipped_rules().get(name, text))
 
 
+def rule_files(name: str) -> list[str]:
+    """The rule files of a folder, in order; anything else is itself."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [name]
+    found = sorted(str(path) for suffix in ("yaml", "yml") for path in folder.rglob(f"*.{suffix}"))
+    if not found:
+        raise UsageError(f"{name}: no .yaml files in this folder")
+    return found
+
+
 def shipped_rules() -> dict[str, Path]:
     """Rule sets that come with ktopt, by name: "smollm2/cpu" -> its file."""
     from importlib.resources import files
