@@ -46,10 +46,10 @@ class Family:
         self.by_layer: dict[int, Module] = {}
 
 
-def families(graph: ModuleGraph) -> list[Family]:
-    """The modules of decoder layers, grouped by template and class: what covers one layer of a family should cover them all."""
+def families(modules: Iterable[Module]) -> list[Family]:
+    """Those in decoder layers, grouped by template and class: what covers one layer of a family should cover them all."""
     found: dict[tuple[str, int], Family] = {}
-    for module in graph:
+    for module in modules:
         if module.layer is None or module.expert is not None:
             continue
         key = (template(module), id(module.cls))

@@ -51,7 +51,7 @@ def _layers(matches: Matches, modules: int) -> set[int]:
 def _check_open_number(rule: Rule, name: str, matches: Matches, report: Report) -> None:
     """KT305: `layers\\.1` also takes 10 to 19, since nothing ends the number."""
     number = _NUMBER.search(name)
-    if number is None:
+    if number is None or name.startswith("\\.", number.end()):
         return
     taken = _layers(matches, matches.takes(rule.index))
     if len(taken) == matches.graph.layer_count:
@@ -112,7 +112,7 @@ class _Gap:
 def _check_gaps(matches: Matches, report: Report) -> None:
     """KT309."""
     gaps: list[tuple[_Gap, list[Family]]] = []
-    for family in families(matches.graph):
+    for family in families(m for m, _ in matches.open):
         gap = _gap(family, matches)
         if gap is None:
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph
@@ -16,7 +17,7 @@ from ktopt.pattern import Finder, PatternError, PatternTimeout, compile_pattern
 from ktopt.placement import Hardware
 from ktopt.ruleset import NameClass, Rule, RuleSet
 from ktopt.subtree import PrefixFilter
-from ktopt.treeindex import class_names, index_of, is_a, names_class, set_of
+from ktopt.treeindex import class_names, index_of, is_a, members, names_class, set_of, span_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Matches:
     hardware: Hardware | None = None
     _takes: dict[int, int] = field(default_factory=dict, repr=False)
     _won: dict[int, int] = field(default_factory=dict, repr=False)
+    _holds: dict[int, int] = field(default_factory=dict, repr=False)
 
     def takes(self, rule_index: int) -> int:
         """The modules that the rule's clauses select, whatever other rules do. An inactive rule's too."""
@@ -63,16 +65,32 @@ class Matches:
             found = self._takes[rule_index] = _takes(rule, self.graph, self.hardware)
         return found
 
+    @cached_property
+    def open(self) -> list[tuple[Module, Decision]]:
+        """The modules that aren't inside a closed one, each with its decision."""
+        return [(m, d) for m, d in zip(self.graph.modules, self.decisions, strict=True) if d.closed_by is None]
+
     def won(self, rule_index: int) -> int:
         """The modules that the rule decides, alone or with other rules by aliases."""
         if not self._won:
             groups: dict[int, list[int]] = {i: [] for i in range(len(self.ruleset.rules))}
-            for index, decision in enumerate(self.decisions):
+            for module, decision in self.open:
                 if decision.rule is not None:
                     for rule in decision.alias_rules or (decision.rule,):
-                        groups[rule].append(index)
+                        groups[rule].append(module.index)
             self._won.update({rule: set_of(indices, len(self.graph)) for rule, indices in groups.items()})
         return self._won[rule_index]
+
+    def holds(self, rule_index: int) -> int:
+        """The modules that the rule decides, and all that is inside those that it closes."""
+        found = self._holds.get(rule_index)
+        if found is None:
+            found = self.won(rule_index)
+            if not self.ruleset.rules[rule_index].recursive:
+                for index in members(found):
+                    found |= span_of(index, self.graph.modules[index].end)
+            self._holds[rule_index] = found
+        return found
 
     def device(self, index: int) -> str:
         """Where a module's weights live: the device that its rule gives, else its place, else the default device. A closed module's
@@ -134,18 +152,24 @@ def _takes_by_name_and_class(clauses: NameClass, graph: ModuleGraph) -> int:
     find, prefix = compile_pattern(name).finder, PrefixFilter(name)
     wanted = of_class.to_bytes((len(graph) + 7) // 8, "little")
     found: list[int] = []
-    i = 0
-    while i < len(graph):
-        module = graph.modules[i]
+    modules, size = graph.modules, len(graph)
+    i, spans = 0, 0
+    while i < size:
+        module = modules[i]
         if wanted[i >> 3] >> (i & 7) & 1 and find(module.path):
             found.append(i)
         i += 1
-        if module.end - i > BIG_SUBTREE and module.path and not prefix.possible(f"{module.path}."):
+        if module.end - i > BIG_SUBTREE and module.path:
+            inside = f"{module.path}."
+            if prefix.certain(inside):
+                spans |= span_of(i, module.end)
+            elif prefix.possible(inside):
+                continue
             i = module.end
     for index, alias in index_of(graph).aliases:
         if wanted[index >> 3] >> (index & 7) & 1 and find(alias):
             found.append(index)
-    return set_of(found, len(graph))
+    return set_of(found, size) | spans & of_class
 
 
 @dataclass(frozen=True, slots=True)

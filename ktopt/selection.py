@@ -58,16 +58,10 @@ def _report_nothing(rule: Rule, matches: Matches, report: Report) -> None:
     report.error(found.code, found.message, found.origin, help=found.help, related=found.related)
 
 
-def owners(modules: int, matches: Matches) -> dict[int, list[int]]:
-    """Which rules took these modules, or closed the subtree that they are in: rule index -> modules."""
-    found: dict[int, list[int]] = {}
-    for index in members(modules):
-        decision = matches.decisions[index]
-        if decision.closed_by is not None:
-            decision = matches.decisions[decision.closed_by]
-        if decision.rule is not None:
-            found.setdefault(decision.rule, []).append(index)
-    return dict(sorted(found.items()))
+def owners(modules: int, matches: Matches) -> dict[int, int]:
+    """Which rules took these modules, or closed the subtree that they are in: rule index -> how many."""
+    counts = {rule.index: (matches.holds(rule.index) & modules).bit_count() for rule in matches.ruleset.rules}
+    return {rule: count for rule, count in counts.items() if count}
 
 
 def _report_unreachable(rule: Rule, takes: int, matches: Matches, report: Report) -> None:
@@ -99,11 +93,8 @@ def _named(rules: Iterable[Rule], most: int = 4) -> str:
     return " and ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _related(by_rule: dict[int, list[int]], matches: Matches) -> list[Related]:
-    return [
-        Related(f"rule {i + 1} takes {in_words(matches.graph, taken)}", where(matches.ruleset.rules[i]))
-        for i, taken in by_rule.items()
-    ]
+def _related(by_rule: dict[int, int], matches: Matches) -> list[Related]:
+    return [Related(f"rule {i + 1} takes {count} of them", where(matches.ruleset.rules[i])) for i, count in by_rule.items()]
 
 
 def _report_shadowed(rule: Rule, lost: int, won: int, matches: Matches, report: Report) -> None:

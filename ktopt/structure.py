@@ -71,7 +71,7 @@ def _refusal(module: Module, fits: bool, roles: Iterable[str], refusal: str | No
 
 def _check_aliases(matches: Matches, report: Report) -> None:
     """KT505: rules for a module's older paths want different things of it."""
-    for module, decision in zip(matches.graph, matches.decisions, strict=True):
+    for module, decision in matches.open:
         if len(decision.alias_rules) < 2:
             continue
         first, *others = (matches.ruleset.rules[i] for i in decision.alias_rules)
@@ -98,8 +98,8 @@ def _difference(a: Rule, b: Rule) -> str:
 def _by_layer(matches: Matches) -> dict[int, list[Module]]:
     """The modules of each layer that hold something or are replaced, without those inside a closed module."""
     found: dict[int, list[Module]] = {}
-    for module, decision in zip(matches.graph, matches.decisions, strict=True):
-        if module.layer is None or decision.closed_by is not None:
+    for module, decision in matches.open:
+        if module.layer is None:
             continue
         rule = _rule_of(matches, decision)
         if module.tensors or (rule is not None and rule.replace.operator.name != "default"):
@@ -197,7 +197,7 @@ def _layer_devices(matches: Matches) -> dict[int, str]:
 def _check_kv_b_proj(matches: Matches, report: Report) -> None:
     """KT601: absorbed attention folds kv_b_proj's plain weight into its neighbours."""
     taken: dict[tuple[int, int], list[int]] = {}
-    for module, decision in zip(matches.graph, matches.decisions, strict=True):
+    for module, decision in matches.open:
         if decision.rule is None or module.name != "kv_b_proj":
             continue
         attention = _rule_of(matches, matches.decisions[module.parent])
@@ -223,7 +223,7 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
 def _check_experts(matches: Matches, report: Report) -> None:
     """KT602: experts were replaced under a block that still calls them one by one; transformers' fused ones are called as ours."""
     taken: dict[int, list[int]] = {}
-    for module, decision in zip(matches.graph, matches.decisions, strict=True):
+    for module, decision in matches.open:
         rule = _rule_of(matches, decision)
         if rule is None or module.role != "experts" or "experts" not in rule.replace.operator.roles or module.parent < 0:
             continue

@@ -45,6 +45,13 @@ class PrefixFilter:
         return leading
 
     @cached_property
+    def _longest(self) -> int | None:
+        """The most characters that a match can have, where the pattern is its leading part and $; else None."""
+        items = list(self._tree)
+        ends = bool(self._leading) and str(items[-1][0]) == "AT" and str(items[-1][1]) == "AT_END"
+        return sum(width for _, width in self._leading) if ends and len(items) == len(self._leading) + 2 else None
+
+    @cached_property
     def _literal(self) -> str:
         """The literal text that the leading part begins with."""
         text = ""
@@ -60,10 +67,18 @@ class PrefixFilter:
     def possible(self, prefix: str) -> bool:
         """False where no path that begins with `prefix` can match."""
         literal = self._literal
+        if self._longest is not None and len(prefix) >= self._longest:
+            return False
         if not prefix.startswith(literal[: len(prefix)]):
             return False
         if len(literal) >= len(prefix):
             return True
+        return self._head(len(prefix)).match(prefix) is not None
+
+    def certain(self, prefix: str) -> bool:
+        """True where every path that begins with `prefix` matches: all of the pattern lies within it."""
+        if len(self._leading) + 1 != len(self._tree) or not self._leading or sum(w for _, w in self._leading) > len(prefix):
+            return False
         return self._head(len(prefix)).match(prefix) is not None
 
     def _head(self, length: int) -> Any:
