@@ -125,7 +125,11 @@ class TreeIndex:
         """The distinct classes: one module that has it, and the set of all that do."""
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for m in self.modules:
-            groups.setdefault((id(m.cls), m.alias_classes), []).append(m.index)
+            key = (id(m.cls), m.alias_classes)
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = []
+            group.append(m.index)
         return [(self.modules[indices[0]], set_of(indices, self.size)) for indices in groups.values()]
 
     def by_class(self, wanted: Callable[[Module], bool]) -> int:
