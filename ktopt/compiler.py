@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ def run_stages(
     graph = model if isinstance(model, ModuleGraph) else load_tree(model)
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
+    ruleset = replace(ruleset, default_device=options.default_device(ruleset))
     matches = match(ruleset, graph, hardware, report)
     check_selection(matches, report)
     if report.stops_plan:

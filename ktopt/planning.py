@@ -52,6 +52,10 @@ class PlanOptions:
                 except ValueError as error:
                     raise UsageError(str(error)) from None
 
+    def default_device(self, ruleset: RuleSet) -> str:
+        """Where modules go that nothing places."""
+        return canonical_device(self.device or ruleset.default_device)
+
     def place(self, device: str) -> str:
         """A device after remapping: an exact name wins over its kind."""
         target = self.remap.get(device) or self.remap.get(device_kind(device))
@@ -115,7 +119,7 @@ class _Planner:
 
     def __init__(self, ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: PlanOptions, report: Report) -> None:
         self.ruleset, self.graph, self.matches, self.options, self.report = ruleset, graph, matches, options, report
-        self.default_device = canonical_device(options.device or ruleset.default_device)
+        self.default_device = options.default_device(ruleset)
         self.dtype = options.dtype or ruleset.dtype or _config_dtype(graph)
         default = find("default")
         assert default is not None
@@ -187,7 +191,7 @@ class _Planner:
         return count
 
     def _ruling(self, decision: Decision) -> _Ruling:
-        key = (decision.rule, decision.place, decision.alias_rules)
+        key = (decision.rule, decision.place, decision.alias_rules, decision.also)
         ruling = self.rulings.get(key)
         if ruling is None:
             ruling = self.rulings[key] = self._rule(decision)
@@ -200,8 +204,9 @@ class _Planner:
             config = self.default.config(generate_device=device, prefill_device=device)  # type: ignore[call-arg]
             return _Ruling(self.default, config, config.to_kwargs(), device, device, (), {}, ())
         rule = self.ruleset.rules[decision.rule]
-        generate, prefill = self._devices(rule, place)
-        homes = [self._devices(self.ruleset.rules[i], place)[0] for i in decision.alias_rules]
+        generate, prefill = self._devices(rule, place, bool(decision.place))
+        places = (place, *decision.also)
+        homes = [self._devices(self.ruleset.rules[i], p)[0] for i in decision.alias_rules for p in places]
         replicas = tuple(dict.fromkeys(d for d in homes if d != generate))
         config, runs = self._config(rule, generate, prefill)
         notes = without_effect(config)
@@ -210,15 +215,16 @@ class _Planner:
             notes.append(f"one copy each on {', '.join((generate, *replicas))}: upstream had one per layer")
         return _Ruling(rule.replace.operator, config, config.to_kwargs(), prefill, generate, replicas, runs, tuple(notes))
 
-    def _devices(self, rule: Rule, place: str) -> tuple[str, str]:
-        """(generate, prefill) of a rule's modules, remapped."""
+    def _devices(self, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
+        """(generate, prefill) of a rule's modules, remapped. `placed` where a native file's `place:` gave the place: a device that
+        the rule doesn't give is then that one, prefill's too."""
         config = rule.replace.config
         asked = getattr(config, "generate_device", None) or getattr(config, "device", None)
         if not asked and self.ruleset.form == "list":
             asked = rule.replace.operator.upstream_device
         generate = self._at(asked or place, rule)
         prefill = getattr(config, "prefill_device", None)
-        if prefill is None and self.ruleset.form == "list" and not asked:
+        if prefill is None and (placed or (self.ruleset.form == "list" and not asked)):
             prefill = place
         return generate, self._at(prefill, rule) if prefill else generate
 

@@ -1,0 +1,136 @@
+"""The stages together: what options change, and how far a compilation gets."""
+
+from pathlib import Path
+
+import pytest
+
+import ktopt
+from ktopt.compiler import run_stages
+from ktopt.diagnostics import CompileError, UsageError
+from ktopt.hardware import load_hardware
+from ktopt.plan import Plan, Step
+from ktopt.source import SourceFile
+
+LINEARS = """\
+- match: {class: torch.nn.Linear}
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: {generate_device: cuda, prefill_device: cuda, generate_op: KLinearMarlin, prefill_op: KLinearTorch}
+"""
+EXPERTS = """\
+- match: {name: '\\.experts$'}
+  replace: {class: ktransformers.operators.experts.KTransformersExperts}
+  recursive: False
+"""
+
+
+def compiled(text: str, model: str, **options: object) -> Plan:
+    return ktopt.compile(SourceFile("rules.yaml", text), model, **options)
+
+
+def row(plan: Plan, path: str) -> Step:
+    return plan.by_path[path]
+
+
+def test_list_files_default_to_the_first_gpu_and_native_ones_to_the_cpu() -> None:
+    assert row(compiled(LINEARS, "smollm2-135m"), "model.norm").generate_device == "cuda:0"
+    assert row(compiled("version: 1\nrules: []\n", "smollm2-135m"), "model.norm").generate_device == "cpu"
+
+
+def test_the_device_option_moves_what_nothing_places_and_nothing_else() -> None:
+    plan = compiled(LINEARS, "smollm2-135m", device="cuda:1")
+    assert row(plan, "model.norm").generate_device == "cuda:1"
+    assert row(plan, "model.layers.0.mlp.up_proj").generate_device == "cuda:0"
+
+
+def test_checks_know_of_the_device_option() -> None:
+    source = SourceFile("rules.yaml", LINEARS.replace("cuda,", "cuda:1,"))
+    assert "KT603" in {d.code for d in ktopt.check(source, "smollm2-135m")}
+    assert "KT603" not in {d.code for d in ktopt.check(source, "smollm2-135m", device="cuda:1")}
+
+
+def test_experts_that_no_rule_places_live_on_the_cpu_as_upstream() -> None:
+    step = row(compiled(EXPERTS, "mixtral-8x7b"), "model.layers.0.mlp.experts")
+    assert (step.generate_device, step.prefill_device) == ("cpu", "cuda:0")
+
+
+def test_what_lies_below_a_closed_module_is_that_modules() -> None:
+    step = row(compiled(EXPERTS, "mixtral-8x7b"), "model.layers.0.mlp.experts.act_fn")
+    assert (step.inside, step.rule) == ("model.layers.0.mlp.experts", None)
+
+
+def test_remapping_moves_devices_and_gives_ops_their_counterparts() -> None:
+    plan = compiled(LINEARS, "smollm2-135m", remap={"cuda": "cpu"})
+    step = row(plan, "model.layers.0.mlp.up_proj")
+    assert plan.devices == ("cpu",)
+    assert step.kwargs["generate_device"] == "cpu"
+    assert step.kwargs["generate_op"] == "KLinearMarlin"
+    assert step.runs["KLinearMarlin"][0] == "KLinearTorch"
+    assert any("gives way" in note for note in step.notes)
+
+
+def test_an_exact_remapping_wins_over_its_kind() -> None:
+    plan = compiled(LINEARS, "smollm2-135m", remap={"cuda": "cpu", "cuda:0": "cuda:3"})
+    assert row(plan, "model.layers.0.mlp.up_proj").generate_device == "cuda:3"
+
+
+def test_an_op_that_nobody_asked_for_is_one_that_runs_there() -> None:
+    plan = compiled("version: 1\nrules: [{match: '@lm_head', replace: KTransformersLinear}]\n", "llama-3.1-8b")
+    assert row(plan, "lm_head").kwargs["generate_op"] == "KLinearTorch"
+    assert not row(plan, "lm_head").runs
+
+
+def test_a_tied_head_on_the_embeddings_device_costs_nothing() -> None:
+    plan = compiled("version: 1\nrules: []\n", "smollm2-135m")
+    assert row(plan, "lm_head").weight_bytes == 0
+    moved = compiled("version: 1\nplace: {'cuda:0': '@lm_head'}\nrules: []\n", "smollm2-135m")
+    assert row(moved, "lm_head").weight_bytes == 49152 * 576 * 2
+
+
+def test_bytes_follow_the_dtype() -> None:
+    text = "version: 1\nrules: []\n"
+    half, full = (compiled(text, "llama-3.1-8b", dtype=d).weight_bytes for d in ("bfloat16", "float32"))
+    assert full == pytest.approx(2 * half, rel=1e-6)
+
+
+def test_a_machine_without_the_device_is_an_error_at_the_rule() -> None:
+    report = ktopt.check(SourceFile("r.yaml", LINEARS), "smollm2-135m", hardware=load_hardware("cpu"))
+    found = [d for d in report.errors if d.code == "KT501"]
+    assert found
+    assert "cuda:0" in found[0].message
+
+
+def test_a_machine_that_is_too_small_is_an_error_that_names_the_largest_modules() -> None:
+    report = ktopt.check(SourceFile("r.yaml", LINEARS), "llama-3.1-70b", hardware=load_hardware("1x24GB"))
+    found = [d for d in report.errors if d.code == "KT504"]
+    assert len(found) == 1
+    assert "lm_head" in (found[0].help or "")
+
+
+def test_errors_that_leave_a_plan_standing_are_in_the_plan() -> None:
+    text = LINEARS + "- match: {name: nowhere}\n  replace: {class: default, kwargs: {generate_device: cpu}}\n"
+    plan = compiled(text, "smollm2-135m")
+    assert len(plan.errors) == 1
+    assert "KT301" in plan.errors[0]
+
+
+def test_errors_that_stop_a_plan_are_raised_with_all_findings() -> None:
+    with pytest.raises(CompileError) as caught:
+        compiled(LINEARS.replace("KLinearMarlin", "KLinearMarlim"), "smollm2-135m")
+    assert [d.code for d in caught.value.report.errors] == ["KT402"]
+
+
+def test_without_a_model_the_stages_stop_after_validation() -> None:
+    compilation = run_stages(SourceFile("r.yaml", LINEARS))
+    assert compilation.ruleset is not None
+    assert compilation.graph is None
+
+
+@pytest.mark.parametrize("options", [{"device": "gpu"}, {"dtype": "int3"}, {"remap": {"cuda": "tpu"}}])
+def test_options_that_are_none_are_a_usage_error(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        run_stages(SourceFile("r.yaml", LINEARS), "smollm2-135m", **options)  # type: ignore[arg-type]
+
+
+def test_compiling_twice_gives_equal_plans(tmp_path: Path) -> None:
+    assert compiled(EXPERTS + LINEARS, "mixtral-8x7b") == compiled(EXPERTS + LINEARS, "mixtral-8x7b")
