@@ -15,6 +15,7 @@ from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph
 from ktopt.pattern import Finder, PatternError, PatternTimeout, compile_pattern
 from ktopt.placement import Hardware
+from ktopt.placing import Placed, place_modules
 from ktopt.ruleset import NameClass, Rule, RuleSet
 from ktopt.subtree import PrefixFilter
 from ktopt.treeindex import class_names, index_of, is_a, members, names_class, set_of, span_of
@@ -29,6 +30,7 @@ class Decision:
     alias_rules   where aliases decide: the distinct rules that won one, in order of precedence
     closed_by     the ancestor (a module index) whose rule has `recursive: false` and so owns this module
     place         the device that a native file's `place:` gives it
+    also          where aliases decide: further devices that `place:` gives to some of them
     """
 
     rule: int | None = None
@@ -36,6 +38,7 @@ class Decision:
     alias_rules: tuple[int, ...] = ()
     closed_by: int | None = None
     place: str | None = None
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ def match(ruleset: RuleSet, graph: ModuleGraph, hardware: Hardware | None, repor
     """Decide every module. A pattern that can't be compiled, or takes too long, is reported (KT304) and its rule takes nothing."""
     active = tuple(_is_active(rule, graph, hardware, report) for rule in ruleset.rules)
     contenders = _contenders(ruleset, active, graph, hardware, report)
-    places = _places(ruleset, graph, hardware, report)
+    places = place_modules(ruleset, graph, hardware, report)
     walk = _Walk(ruleset.rules, graph, contenders, places, report)
     decisions = walk.run()
     failed = {rule.index for rule in ruleset.rules if active[rule.index] is not False} - {c.rule for c in contenders} | walk.failed
@@ -217,29 +220,6 @@ def report_pattern(rule: Rule, error: PatternError | PatternTimeout, report: Rep
     report.error("KT304", f"rule {rule.number}: {error}", origin)
 
 
-def _places(ruleset: RuleSet, graph: ModuleGraph, hardware: Hardware | None, report: Report) -> list[str | None] | None:
-    """Each module's device of a native `place:` map: the first line that takes it."""
-    if not ruleset.places:
-        return None
-    index = index_of(graph)
-    devices: list[str | None] = [None] * len(graph)
-    left = graph.all
-    for place in ruleset.places:
-        try:
-            taken = index.modules_at(place.selector.evaluate_places(index, graph.config, hardware)) & left
-        except (PatternError, PatternTimeout) as error:
-            report.error("KT304", f"place {place.device}: {error}", place.origin)
-            continue
-        left &= ~taken
-        packed = taken.to_bytes((len(graph) + 7) // 8, "little")
-        for byte, eight in enumerate(packed):
-            while eight:
-                low = eight & -eight
-                devices[byte * 8 + low.bit_length() - 1] = place.device
-                eight ^= low
-    return devices
-
-
 _Asked = list[tuple[int, Finder | None, bytes | None]]
 """The rules that may take modules of one class: index, search of the path, set of places."""
 
@@ -258,10 +238,12 @@ class _Walk:
         rules: Sequence[Rule],
         graph: ModuleGraph,
         contenders: list[_Contender],
-        places: list[str | None] | None,
+        places: Placed | None,
         report: Report,
     ) -> None:
-        self.rules, self.graph, self.places, self.report = rules, graph, places, report
+        self.rules, self.graph, self.report = rules, graph, report
+        self.places = places.devices if places else None
+        self.also = places.also if places else {}
         self.contenders = contenders
         self.decisions: list[Decision] = []
         self.shared: dict[tuple[int | None, int | None, str | None], Decision] = {}
@@ -342,7 +324,7 @@ class _Walk:
         if not won or (own is not None and own < min(won)):
             return self._decision(own, None, place)
         winners = tuple(sorted(won))
-        return Decision(winners[0], won[winners[0]], winners, None, place)
+        return Decision(winners[0], won[winners[0]], winners, None, place, self.also.get(module.index, ()))
 
     def _in_closed(self, alias: str) -> bool:
         """Whether an alias lies below a module that a rule has closed."""
