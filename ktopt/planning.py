@@ -217,16 +217,13 @@ class _Planner:
 
     def _devices(self, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
         """(generate, prefill) of a rule's modules, remapped. `placed` where a native file's `place:` gave the place: a device that
-        the rule doesn't give is then that one, prefill's too."""
-        config = rule.replace.config
-        asked = getattr(config, "generate_device", None) or getattr(config, "device", None)
-        if not asked and self.ruleset.form == "list":
-            asked = rule.replace.operator.upstream_device
-        generate = self._at(asked or place, rule)
+        the rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise."""
+        spec, config, upstream = rule.replace.operator, rule.replace.config, self.ruleset.form == "list"
+        generate = getattr(config, "generate_device", None) or getattr(config, "device", None)
+        generate = generate or (spec.upstream_device if upstream else "") or place
         prefill = getattr(config, "prefill_device", None)
-        if prefill is None and (placed or (self.ruleset.form == "list" and not asked)):
-            prefill = place
-        return generate, self._at(prefill, rule) if prefill else generate
+        prefill = prefill or (place if placed or (upstream and spec.name != "default") else generate)
+        return self._at(generate, rule), self._at(prefill, rule)
 
     def _at(self, device: str, rule: Rule | None) -> str:
         device = self.options.place(device)
