@@ -208,7 +208,7 @@ class _Planner:
         places = (place, *decision.also)
         homes = [self._devices(self.ruleset.rules[i], p)[0] for i in decision.alias_rules for p in places]
         replicas = tuple(dict.fromkeys(d for d in homes if d != generate))
-        config, runs = self._config(rule, generate, prefill)
+        config, runs = self._config(rule, generate, prefill, decision.place)
         notes = without_effect(config)
         notes += [f"{asked} gives way to {op}: {why}" for asked, (op, why) in runs.items()]
         if replicas:
@@ -240,7 +240,9 @@ class _Planner:
             )
         return device
 
-    def _config(self, rule: Rule, generate: str, prefill: str) -> tuple[OperatorConfig, dict[str, tuple[str, str]]]:
+    def _config(
+        self, rule: Rule, generate: str, prefill: str, place: str | None
+    ) -> tuple[OperatorConfig, dict[str, tuple[str, str]]]:
         """The rule's config with its devices settled, and the ops that give way to others there."""
         spec, config = rule.replace.operator, rule.replace.config
         changes: dict[str, Any] = {}
@@ -253,8 +255,8 @@ class _Planner:
                 changes[f.name] = prefill
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
-            elif f.metadata.get("device") and isinstance(value, str):
-                changes[f.name] = self.options.place(value)
+            elif f.metadata.get("device") and not f.metadata.get("ignored") and isinstance(value or place, str):
+                changes[f.name] = self.options.place(value or place or "")
             elif f.metadata.get("op") and value in spec.ops:
                 device = prefill if f.name.startswith("prefill") else generate
                 chosen, why = self._op_here(spec, spec.ops[value], device)

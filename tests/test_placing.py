@@ -62,3 +62,9 @@ def test_a_rotary_embedding_that_no_rule_takes_has_one_place(deepseek: ModuleGra
     rules = TWO_CARDS.split('  - {match: "class=')[0]
     rotary = step(rules, "model.rotary_emb", deepseek)
     assert (rotary.generate_device, rotary.replicas) == ("cuda:0", ())
+
+
+def test_experts_on_the_cpu_hand_their_result_to_their_layers_place(deepseek: ModuleGraph) -> None:
+    assert step(TWO_CARDS, "model.layers.30.mlp.experts", deepseek).kwargs["out_device"] == "cuda:1"
+    rules = 'rules:\n  - {match: "@model.layers.*.mlp.experts", replace: KTransformersExperts, kwargs: {generate_device: cpu}}'
+    assert step(rules, "model.layers.30.mlp.experts", deepseek).kwargs["out_device"] is None
