@@ -9,16 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ktopt.diagnostics import Diagnostic
+from ktopt.render.checked import Run
 from ktopt.render.style import PLAIN, Style
 from ktopt.source import SourceFile
 
-FORMATS = ("full", "concise", "json", "jsonl")
+FORMATS = ("full", "concise", "json", "jsonl", "github", "sarif", "junit")
+FOR_PEOPLE = ("full", "concise", "github")
+"""Formats that may leave infos out, and have a line at their end that counts what was found."""
 
 
 def render(
-    diagnostics: Sequence[Diagnostic], format: str, *, sources: Mapping[str, SourceFile] | None = None, style: Style = PLAIN
+    diagnostics: Sequence[Diagnostic],
+    format: str,
+    *,
+    sources: Mapping[str, SourceFile] | None = None,
+    style: Style = PLAIN,
+    run: Run | None = None,
 ) -> str:
-    """The text of `diagnostics` in one of FORMATS, with a newline at its end unless it is empty. KeyError for another format."""
+    """The text of `diagnostics` in one of FORMATS, with a newline at its end unless it is empty. KeyError for another format. `run`
+    is what junit lists: without it, the files that have findings.
+    """
     if format == "full":
         from ktopt.render.full import full
 
@@ -27,6 +37,18 @@ def render(
         from ktopt.render.concise import concise
 
         return concise(diagnostics, style)
+    if format == "github":
+        from ktopt.render.github import github
+
+        return github(diagnostics)
+    if format == "sarif":
+        from ktopt.render.sarif import sarif
+
+        return sarif(diagnostics, sources or {})
+    if format == "junit":
+        from ktopt.render.junit import junit
+
+        return junit(diagnostics, run or Run())
     from ktopt.render.data import json_lines, json_list
 
     return {"json": json_list, "jsonl": json_lines}[format](diagnostics)

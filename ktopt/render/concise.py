@@ -16,4 +16,5 @@ def _line(d: Diagnostic, style: Style) -> str:
     start = d.span.start
     place = style.paint(f"{printable(d.file)}:{start.line}:{start.column}:", "bold")
     message = " ".join(printable(d.message).splitlines())
-    return f"{place} {style.paint(f'{d.code} {d.severity}', SEVERITY_COLOUR[d.severity])}: {message}\n"
+    on = f" (on {', '.join(printable(model) for model in d.models)})" if d.models else ""
+    return f"{place} {style.paint(f'{d.code} {d.severity}', SEVERITY_COLOUR[d.severity])}: {message}{on}\n"

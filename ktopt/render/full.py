@@ -28,6 +28,8 @@ def _finding(d: Diagnostic, sources: Mapping[str, SourceFile], style: Style) -> 
         arrow = style.paint(" " * gutter + "-->", "blue")
         lines.append(f"{arrow} {printable(related.origin.file)}:{at.line}:{at.column}: {printable(related.message)}")
         lines += _excerpt(sources.get(related.origin.file), related.origin.span, gutter, "blue", "-", style)
+    if d.models:
+        lines.append(f"{' ' * gutter} {style.paint('=', 'blue')} {style.paint('on', 'bold')}: {printable(', '.join(d.models))}")
     if d.help:
         first, *rest = printable(d.help).splitlines()
         lines.append(f"{' ' * gutter} {style.paint('=', 'blue')} {style.paint('help', 'bold')}: {first}")
