@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from apply_fixtures import KINDS, PROMPT, StateSource, greedy, hand_plan, make_model, make_tokenizer, source_of
 from torch import nn
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, LlamaConfig, pipeline
 
 from ktopt.applying import apply_plan
 from ktopt.diagnostics import KtoptError, UsageError
@@ -344,3 +346,33 @@ def test_a_plan_read_back_from_json_applies_alike():
     model = make_model("mixtral")
     plan = plan_from_json(json.loads(dump_plan(with_linears(model))))
     assert torch.equal(apply_plan(plan, weights=source_of(model))(PROMPT).logits, model(PROMPT).logits)
+
+
+def peak_while(work) -> int:
+    """Bytes that the process's resident memory rises by at its peak while `work` runs."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("this system can't reset a process's peak memory")
+
+    def status(key: str) -> int:
+        return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_a_file_takes_the_plans_bytes_and_the_largest_tensor(tmp_path, dtype):
+    config = LlamaConfig(vocab_size=32000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    plan = with_linears(model, dtype=dtype)
+    item = torch.finfo(getattr(torch, dtype)).bits // 8
+    planned = sum(p.numel() * item for p in model.parameters())
+    largest = model.lm_head.weight.nbytes
+    made = []
+    rise = peak_while(lambda: made.append(apply_plan(plan, weights=tmp_path)))
+    assert planned * 0.9 < rise < planned + largest + (16 << 20)
+    assert torch.equal(made[0].lm_head.weight, model.lm_head.weight.to(made[0].dtype))

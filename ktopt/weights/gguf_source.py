@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ktopt.weights.gguf import GGUFFile, open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.names import GGUFNames, check_model_type
+from ktopt.weights.pages import drop_pages
 from ktopt.weights.recipes import Recipe, assemble, gathered
 from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
 
@@ -59,6 +60,9 @@ class GGUFSource:
             return assemble(recipe, self._fetch, dtype, device)
         except WeightError as error:
             raise WeightError(f"{self.path}: {name}: {error}") from None
+        finally:
+            for tensor in (self.file.tensors[part.stored] for part in recipe.parts):
+                drop_pages(self.file.parts[tensor.part].data, tensor.offset, tensor.nbytes)
 
     def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
         recipe = self._needed(name)

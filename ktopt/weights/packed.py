@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktopt.weights.pages import drop_pages
 from ktopt.weights.safetensors import SafetensorsFile
 from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
 
@@ -149,6 +150,9 @@ class PackedWeights:
                 dequantize_into(into, self._bytes(f"{name}:{index}", shape), kind)
             except (WeightError, ValueError) as error:
                 raise WeightError(f"{self.path}: {name}: {error}") from None
+            finally:
+                stored = self._file.tensors[f"{name}:{index}"]
+                drop_pages(self._file.data, stored.offset, stored.nbytes)
             start += length
         return whole
 

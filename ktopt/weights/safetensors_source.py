@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktopt.weights.checkpoint_names import CheckpointNames
+from ktopt.weights.pages import drop_pages
 from ktopt.weights.recipes import Recipe, assemble
 from ktopt.weights.safetensors import SafetensorsFile, open_files
 from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
@@ -65,6 +66,10 @@ class SafetensorsSource:
             return assemble(recipe, self._fetch, dtype, device, self._block)
         except WeightError as error:
             raise WeightError(f"{self.path}: {name}: {error}") from None
+        finally:
+            for part in recipe.parts:
+                file = self._holder[part.stored]
+                drop_pages(file.data, file.tensors[part.stored].offset, file.tensors[part.stored].nbytes)
 
     def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
         recipe = self._needed(name)
