@@ -114,6 +114,17 @@ def transformers_version() -> str:
         return ""
 
 
+def rule_devices(ruleset: RuleSet, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
+    """(generate, prefill) of a rule's modules in a place. `placed` where a native file's `place:` gave the place: a device that the
+    rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise."""
+    spec, config, upstream = rule.replace.operator, rule.replace.config, ruleset.form == "list"
+    generate = getattr(config, "generate_device", None) or getattr(config, "device", None)
+    generate = generate or (spec.upstream_device if upstream else "") or place
+    prefill = getattr(config, "prefill_device", None)
+    prefill = prefill or (place if placed or (upstream and spec.name != "default") else generate)
+    return generate, prefill
+
+
 class _Planner:
     """Makes the steps, and remembers what it has already worked out for a rule on a place."""
 
@@ -216,13 +227,8 @@ class _Planner:
         return _Ruling(rule.replace.operator, config, config.to_kwargs(), prefill, generate, replicas, runs, tuple(notes))
 
     def _devices(self, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
-        """(generate, prefill) of a rule's modules, remapped. `placed` where a native file's `place:` gave the place: a device that
-        the rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise."""
-        spec, config, upstream = rule.replace.operator, rule.replace.config, self.ruleset.form == "list"
-        generate = getattr(config, "generate_device", None) or getattr(config, "device", None)
-        generate = generate or (spec.upstream_device if upstream else "") or place
-        prefill = getattr(config, "prefill_device", None)
-        prefill = prefill or (place if placed or (upstream and spec.name != "default") else generate)
+        """(generate, prefill) of a rule's modules, remapped."""
+        generate, prefill = rule_devices(self.ruleset, rule, place, placed)
         return self._at(generate, rule), self._at(prefill, rule)
 
     def _at(self, device: str, rule: Rule | None) -> str:
