@@ -208,6 +208,9 @@ def test_experts_of_different_shapes_are_named(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("llama.block_count", None, "the metadata lacks llama.block_count"),
+        ("llama.block_count", 2**31, "llama.block_count is 2147483648, and the file has 12 tensors"),
+        ("llama.block_count", "two", "llama.block_count is 'two'"),
+        ("llama.nextn_predict_layers", 1, "leaves no layer"),
         ("llama.attention.head_count", "many", "llama.attention.head_count is 'many', not a whole number"),
         ("llama.attention.head_count", 0, "llama.attention.head_count is 0; it must be at least 1"),
         ("llama.feed_forward_length", [1, 2], r"llama.feed_forward_length is \[1, 2\], not a whole number"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktopt.weights.gguf import GGUFFile, open_gguf
-from ktopt.weights.names import check_model_type
+from ktopt.weights.names import check_model_type, decoder_layers
 from ktopt.weights.rope_config import rope_parameters
 from ktopt.weights.source import WeightError
 
@@ -105,7 +105,7 @@ def _common(keys: HyperParameters) -> Config:
     config: Config = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": keys.size("block_count") - keys.count("nextn_predict_layers", 0),
+        "num_hidden_layers": decoder_layers(keys.file),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": keys.size("attention.key_length", keys.size("rope.dimension_count", max(1, hidden // heads))),

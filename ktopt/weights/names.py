@@ -60,6 +60,21 @@ def check_model_type(architecture: str, model_type: str, where: str) -> None:
         )
 
 
+def decoder_layers(file: GGUFFile) -> int:
+    """The model's decoder layers: its blocks, less those that predict further tokens, which stand at the end."""
+    arch, blocks = file.architecture, 0
+    for key, sign in (("block_count", 1), ("nextn_predict_layers", -1)):
+        value = file.metadata.get(f"{arch}.{key}", 0)
+        if type(value) is not int or not 0 <= value <= len(file.tensors):
+            raise WeightError(
+                f"{file.path}: the metadata key {arch}.{key} is {value!r:.60}, and the file has {len(file.tensors)} tensors"
+            )
+        blocks += sign * value
+    if blocks < 1:
+        raise WeightError(f"{file.path}: the metadata lacks {arch}.block_count, or it leaves no layer")
+    return blocks
+
+
 @cache
 def _stems(architecture: str) -> Mapping[str, str]:
     """gguf's map from transformers' module names to GGUF's, for layer 0 and what is outside layers."""
@@ -80,14 +95,14 @@ class GGUFNames:
 
     @cached_property
     def layers(self) -> int:
-        count: int = self.hyperparameter("block_count")
-        return count - int(self.file.metadata.get(f"{self.arch}.nextn_predict_layers", 0))
+        """The decoder layers, without those that predict further tokens."""
+        return decoder_layers(self.file)
 
     def hyperparameter(self, key: str) -> Any:
         """An integer of the architecture's metadata, the first where it is given per layer."""
         value = self.file.metadata.get(f"{self.arch}.{key}")
         value = value[0] if isinstance(value, list) and value else value
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value!r}, not a positive number")
         return value
 
