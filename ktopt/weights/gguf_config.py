@@ -229,7 +229,7 @@ def _shared_experts(keys: HyperParameters, config: Config) -> None:
 
 def _gemma3(keys: HyperParameters, config: Config) -> None:
     _named(config, "gemma3_text", "Gemma3ForCausalLM")
-    config["hidden_activation"] = config.pop("hidden_act")
+    del config["hidden_act"]
     config["sliding_window"] = keys.size("attention.sliding_window")
     pattern = keys.size("attention.sliding_window_pattern", 6)
     config["layer_types"] = [
