@@ -56,8 +56,8 @@ class Related:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One finding: a code of codes.py, a message that says what is wrong, where, and in `help` what to write instead. `models` names
-    those that it concerns where a file was checked on several and it isn't found on all."""
+    """One finding: a code of codes.py, a message that says what is wrong, where, and in `help` what to write instead. `models`
+    names those that it concerns where a file was checked on several and it isn't found on all."""
 
     code: str
     severity: Severity

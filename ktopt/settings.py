@@ -45,6 +45,11 @@ class SettingsFinder:
 
     known: dict[Path, Settings | None] = field(default_factory=dict)
 
+    @property
+    def paths(self) -> set[str]:
+        """Every pyproject.toml that was looked for."""
+        return {str(folder / "pyproject.toml") for folder in self.known}
+
     def of(self, rules: str) -> Settings:
         """The settings of a rule file, or of the working folder for "-". UsageError for a table that can't be used."""
         folder = Path.cwd() if rules == "-" else Path(rules).resolve().parent
@@ -149,6 +154,9 @@ class CodeFilter:
 
     def apply(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
         return [d for d in diagnostics if self.takes(d.code)]
+
+
+ALL_CODES = CodeFilter()
 
 
 def _longest(prefixes: Iterable[str], code: str) -> int:

@@ -17,7 +17,7 @@ from ktopt.codes import CLASSES, CODES
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import Diagnostic, Edit, Fix, Related, Severity
 from ktopt.render import render
-from ktopt.render.checked import Checked, Run
+from ktopt.render.checked import Checked
 from ktopt.source import FILE_START, Origin, Position, SourceFile, Span
 
 FOUND = Diagnostic(
@@ -94,11 +94,11 @@ class TestSarif:
 
 class TestJunit:
     @staticmethod
-    def suites(run: Run, found: list[Diagnostic] | None = None) -> list[Any]:
-        return list(junitparser.JUnitXml.fromstring(render(found or [], "junit", run=run).encode()))
+    def suites(checked: tuple[Checked, ...], found: list[Diagnostic] | None = None) -> list[Any]:
+        return list(junitparser.JUnitXml.fromstring(render(found or [], "junit", checked=checked).encode()))
 
     def test_a_green_run_lists_every_class_of_checks_of_each_file_on_each_model(self) -> None:
-        suites = self.suites(Run((Checked("a.yaml", "m1"), Checked("a.yaml", "m2"), Checked("b.yaml"))))
+        suites = self.suites((Checked("a.yaml", "m1"), Checked("a.yaml", "m2"), Checked("b.yaml")))
         assert [suite.name for suite in suites] == ["a.yaml on m1", "a.yaml on m2", "b.yaml"]
         for suite in suites:
             assert [case.name for case in suite] == [f"{code} {name}" for code, name in CLASSES.items()]
@@ -106,15 +106,13 @@ class TestJunit:
             assert all(case.is_passed for case in suite)
 
     def test_a_class_that_did_not_run_is_skipped_with_the_reason(self) -> None:
-        (suite,) = self.suites(Run((Checked("a.yaml", skipped={"KT3": "needs --model"}),)))
+        (suite,) = self.suites((Checked("a.yaml", skipped={"KT3": "needs --model"}),))
         (skipped,) = [case for case in suite if case.is_skipped]
         assert (skipped.name, skipped.result[0].message, suite.skipped) == ("KT3 selection", "needs --model", 1)
 
     def test_findings_fail_their_class_from_the_severity_that_fails_the_run(self) -> None:
-        checked = (Checked("a.yaml", "", (FOUND, WARNING)),)
-
         def failed(level: Severity | None) -> list[str]:
-            return [case.name[:3] for suite in self.suites(Run(checked, level)) for case in suite if case.is_failure]
+            return [case.name[:3] for suite in self.suites((Checked("a.yaml", "", (FOUND, WARNING), fail_on=level),)) for case in suite if case.is_failure]
 
         assert failed(Severity.ERROR) == ["KT4"]
         assert failed(Severity.WARNING) == ["KT3", "KT4"]
@@ -122,7 +120,7 @@ class TestJunit:
 
     def test_a_failure_says_all_that_was_found_and_a_warning_below_it_is_output(self) -> None:
         second = Diagnostic("KT401", Severity.ERROR, "no such operator", "a.yaml")
-        (suite,) = self.suites(Run((Checked("a.yaml", "", (FOUND, second, WARNING)),)))
+        (suite,) = self.suites((Checked("a.yaml", "", (FOUND, second, WARNING)),))
         failure = next(case for case in suite if case.is_failure).result[0]
         assert failure.message == "KT403: takes no `generate_devise` (and 1 more)"
         assert failure.type == "KT403"
@@ -132,11 +130,11 @@ class TestJunit:
         assert "100% of <layers>, a & b" in next(case for case in suite if case.name == "KT3 selection").system_out
 
     def test_text_that_xml_can_t_hold_is_made_harmless(self) -> None:
-        (suite,) = self.suites(Run((Checked(HOSTILE.file, "", (HOSTILE,)),)))
+        (suite,) = self.suites((Checked(HOSTILE.file, "", (HOSTILE,)),))
         assert suite.failures == 1
 
     def test_findings_alone_make_a_suite_for_each_file(self) -> None:
-        assert [s.name for s in self.suites(Run(), [FOUND, INFO])] == ["rules/a b.yaml", "c.yaml"]
+        assert [s.name for s in self.suites((), [FOUND, INFO])] == ["rules/a b.yaml", "c.yaml"]
 
 
 def commands(text: str) -> list[tuple[str, dict[str, str], str]]:

@@ -3,86 +3,220 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
-from ktopt.cli.findings import at_least, count, print_report, sources_of
-from ktopt.cli.lock import lock_differences
+from ktopt.checking import FileCheck, Target, check_file, unreadable
+from ktopt.cli.findings import at_least, count, print_report
 from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rule_files, rules_argument
 from ktopt.cli.terminal import style_of
-from ktopt.compiler import run_stages
 from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
-from ktopt.plan import Plan
-from ktopt.render import FORMATS
+from ktopt.parse import read_source
+from ktopt.render import FOR_PEOPLE, FORMATS
 from ktopt.render.style import plural
+from ktopt.settings import FAIL_ON, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.source import SourceFile
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", nargs="+", metavar="RULES", help="rule files, folders of them, or - for standard input")
-    add_model(parser)
+    add_model(parser, several=True)
     add_target(parser)
-    parser.add_argument("--format", choices=FORMATS, default="full", help="full (with source lines), concise, json or jsonl")
     parser.add_argument(
-        "--fail-on", choices=[str(s) for s in Severity], default="error", help="gravity from which findings make the exit code 1"
+        "--format",
+        choices=FORMATS,
+        help="default: full (with source lines), or github where GITHUB_ACTIONS=true",
     )
+    parser.add_argument("--select", metavar="CODES", action="append", help="report these codes only: KT302, or KT3 for its class")
+    parser.add_argument("--ignore", metavar="CODES", action="append", help="leave these out; the longer of two prefixes decides")
+    parser.add_argument("--fail-on", choices=FAIL_ON, help="gravity from which findings make the exit code 1 (default: error)")
     parser.add_argument("--stdin-filename", metavar="NAME", help="what messages call standard input")
     parser.add_argument("--locked", action="store_true", help="fail where the plan differs from RULES.lock.json (see plan --lock)")
-    parser.add_argument("--verbose", "-v", action="store_true", help="show infos too; json and jsonl always do")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show infos too; json, jsonl, sarif and junit always do")
+    parser.add_argument("--matrix", action="store_true", help="print how many modules each rule takes on each model")
+    parser.add_argument("--watch", action="store_true", help="check again whenever a file changes")
+    group = parser.add_argument_group("mending")
+    group.add_argument("--fix", action="store_true", help="apply the fixes that are certain")
+    group.add_argument("--unsafe-fixes", action="store_true", help="apply those too that guess what was meant (implies --fix)")
+    group.add_argument("--diff", action="store_true", help="print what --fix would change, and write nothing")
+    group.add_argument("--add-ignore", action="store_true", help="write `# ktopt: ignore[...]` at what is found")
 
 
 def run(args: argparse.Namespace) -> int:
-    model = _load(model_argument(args, required=False))
-    if args.locked and model is None:
-        raise UsageError("--locked compares the plan, which needs --model")
-    options = compile_options(args)
-    found: list[Diagnostic] = []
-    sources: dict[str, SourceFile] = {}
-    failed = False
-    args.rules = [file for name in args.rules for file in rule_files(name)]
-    for name in args.rules:
+    _refuse_contradictions(args)
+    session = Session(args)
+    if args.watch:
+        from ktopt.cli.watch import watch
+
+        return watch(session)
+    return session.once()
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    mending = args.fix or args.unsafe_fixes or args.diff
+    stdin = "-" in args.rules
+    for wrong, why in (
+        (mending and args.add_ignore, "--add-ignore silences what --fix would mend; give one of them"),
+        (args.matrix and (mending or args.add_ignore), "--matrix changes nothing; give it without --fix and --add-ignore"),
+        (args.matrix and args.format not in (None, "full", "json"), "--matrix is printed as a table, or with --format json"),
+        (args.watch and stdin, "--watch looks at files, and standard input is none"),
+        (stdin and len(args.rules) > 1, "standard input (-) is checked alone, without other files"),
+        (stdin and args.add_ignore, "--add-ignore writes into files, and standard input is none"),
+    ):
+        if wrong:
+            raise UsageError(why)
+
+
+@dataclass
+class Session:
+    """One `ktopt check`: its arguments, and what it has read once for all files."""
+
+    args: argparse.Namespace
+    trees: dict[str, Any] = field(default_factory=dict)
+    machines: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+    targets: dict[Settings, Target] = field(default_factory=dict)
+    stdin: SourceFile | None = None
+    read_paths: set[str] = field(default_factory=set)
+
+    def forget(self) -> None:
+        """Before another round: settings may have changed since. Models and machines are kept."""
+        self.targets.clear()
+
+    def once(self) -> int:
+        """Check every file, mend where asked to, print, and return the exit code."""
+        args = self.args
+        checks = self.check_all()
+        failed = False
+        if args.locked:
+            from ktopt.cli.lock import differs_from_lock
+
+            plans = [(check.file, compilation.plan) for check in checks for compilation in check.compilations.values()]
+            differing = [file for file, plan in plans if plan is not None and differs_from_lock(file, plan)]
+            failed = bool(differing)
+        if args.matrix:
+            from ktopt.cli.matrix import print_matrix
+
+            print_matrix(checks, self.format)
+        elif args.fix or args.unsafe_fixes or args.diff or args.add_ignore:
+            from ktopt.cli.mending import mend
+
+            return mend(self, checks)
+        else:
+            self.print(checks)
+        return 1 if failed or any(check.failing for check in checks) else 0
+
+    def check_all(self) -> list[FileCheck]:
+        """Every file's check, in the order given."""
+        finder = SettingsFinder()
+        files = [file for name in self.args.rules for file in rule_files(name)]
+        checks = [self.check(name, finder) for name in files]
+        self.read_paths = {path for check in checks for path in (check.file, *check.sources)} | finder.paths
+        imported = {os.path.realpath(path) for c in checks for path in c.sources if path != c.file}
+        if imported:
+            checks = [_as_imported(check) if os.path.realpath(check.file) in imported else check for check in checks]
+        return checks
+
+    def check(self, name: str, finder: SettingsFinder) -> FileCheck:
+        target = self.target(finder.of(self.args.stdin_filename or name if name == "-" else name))
         try:
-            compilation = run_stages(rules_argument(name, args.stdin_filename), model, **options)
-        except CompileError as error:  # the file can't be read
-            found += error.report.sorted()
-            continue
-        found += [d for d in compilation.report.sorted() if d not in found]
-        sources |= sources_of(compilation.document)
-        if args.locked and compilation.plan is not None:
-            failed |= _differs_from_lock(compilation.document.source.path, compilation.plan)
-    _print(args, found, sources, model is not None)
-    return 1 if failed or at_least(found, Severity(args.fail_on)) else 0
+            source = self.read(name)
+        except CompileError as error:
+            return unreadable(name, error.report.sorted(), target)
+        return check_file(source, target)
+
+    def read(self, name: str) -> SourceFile:
+        """A file's text. Standard input can be read once only, and is kept."""
+        if name != "-":
+            rules = rules_argument(name)
+            return rules if isinstance(rules, SourceFile) else read_source(rules)
+        if self.stdin is None:
+            rules = rules_argument(name, self.args.stdin_filename)
+            assert isinstance(rules, SourceFile)
+            self.stdin = rules
+        return self.stdin
+
+    def target(self, settings: Settings) -> Target:
+        """What a file with these settings is checked on; the command line goes before them."""
+        if settings not in self.targets:
+            args = self.args
+            fail_on = args.fail_on or settings.fail_on or "error"
+            self.targets[settings] = Target(
+                models=tuple((name, self.tree(name)) for name in self.models(settings)),
+                options=self.options(args.hardware or settings.hardware),
+                codes=CodeFilter(
+                    _codes(args.select, "--select", settings.select), _codes(args.ignore, "--ignore", settings.ignore)
+                ),
+                fail_on=None if fail_on == "never" else Severity(fail_on),
+            )
+        return self.targets[settings]
+
+    def models(self, settings: Settings) -> list[str]:
+        args = self.args
+        given: list[str] = list(dict.fromkeys(args.model or ()))
+        if not given:
+            told = model_argument(argparse.Namespace(model=None, weights=args.weights), required=False)
+            given = [told] if told is not None else list(settings.models or ())
+        if args.weights and len(given) > 1:
+            raise UsageError("--weights belong to one model; give one --model with them")
+        if args.locked and len(given) != 1:
+            raise UsageError("--locked compares the plan, which needs --model" + (", one only" if given else ""))
+        if args.matrix and not given:
+            raise UsageError("--matrix needs --model, once or several times, or [tool.ktopt] models")
+        return given
+
+    def tree(self, name: str) -> Any:
+        if name not in self.trees:
+            from ktopt.trees import load_tree
+
+            self.trees[name] = load_tree(name)
+        return self.trees[name]
+
+    def options(self, hardware: str | None) -> dict[str, Any]:
+        if hardware not in self.machines:
+            args = argparse.Namespace(**{**vars(self.args), "hardware": hardware})
+            self.machines[hardware] = {**compile_options(args), "weights": self.args.weights}
+        return self.machines[hardware]
+
+    @property
+    def format(self) -> str:
+        """--format, or what suits where ktopt runs."""
+        given: str | None = self.args.format
+        return given or ("github" if os.environ.get("GITHUB_ACTIONS") == "true" else "full")
+
+    def print(self, checks: list[FileCheck], stream: TextIO | None = None) -> None:
+        """Print what was found, and for people a line that counts it."""
+        stream = stream or sys.stdout
+        found = list(dict.fromkeys(d for check in checks for d in check.diagnostics))
+        sources = {path: source for check in checks for path, source in check.sources.items()}
+        listed = [one for check in checks for one in check.checked]
+        if self.format not in FOR_PEOPLE:
+            print_report(found, stream, sources, self.format, listed)
+            return
+        shows_infos = self.args.verbose or any(check.target.fail_on is Severity.INFO for check in checks)
+        shown = at_least(found, Severity.INFO if shows_infos else Severity.WARNING)
+        print_report(shown, stream, sources, self.format, listed)
+        gap = "\n" if shown and self.format == "full" else ""
+        print(gap + summary(found, len(found) - len(shown), checks, style_of(stream)), file=stream)
 
 
-def _load(model: str | None) -> Any:
-    """The tree, built once for all files."""
-    if model is None:
-        return None
-    from ktopt.trees import load_tree
-
-    return load_tree(model)
+def _as_imported(check: FileCheck) -> FileCheck:
+    return check if check.source is None else check_file(check.source, check.target, is_imported=True)
 
 
-def _differs_from_lock(rules: str, plan: Plan) -> bool:
-    differences = lock_differences(rules, plan)
-    for line in differences:
-        print(line, file=sys.stderr)
-    return bool(differences)
+def _codes(given: list[str] | None, option: str, settings: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The code prefixes of an option, or of the settings where it isn't given."""
+    if given is None:
+        return settings or ()
+    prefixes = tuple(part.strip() for text in given for part in text.split(",") if part.strip())
+    check_prefixes(prefixes, option)
+    return prefixes
 
 
-def _print(args: argparse.Namespace, found: list[Diagnostic], sources: dict[str, SourceFile], with_model: bool) -> None:
-    if args.format in ("json", "jsonl"):
-        print_report(found, sys.stdout, format=args.format)
-        return
-    lowest = Severity.INFO if args.verbose or args.fail_on == "info" else Severity.WARNING
-    shown = at_least(found, lowest)
-    print_report(shown, sys.stdout, sources, args.format)
-    print(("\n" if shown and args.format == "full" else "") + _summary(args, found, len(found) - len(shown), with_model))
-
-
-def _summary(args: argparse.Namespace, found: list[Diagnostic], hidden: int, with_model: bool) -> str:
-    style = style_of(sys.stdout)
-    files = plural(len(args.rules), "file")
+def summary(found: list[Diagnostic], hidden: int, checks: list[FileCheck], style: Any) -> str:
+    """The line at the end: what was found, what could be fixed, and what wasn't checked."""
+    files = plural(len(checks), "file")
     grave = at_least(found, Severity.WARNING)
     if grave:
         worst = "red" if any(d.severity is Severity.ERROR for d in grave) else "yellow"
@@ -91,4 +225,21 @@ def _summary(args: argparse.Namespace, found: list[Diagnostic], hidden: int, wit
         text = style.paint(f"No problems in {files}", "green")
     if hidden:
         text += f", and {plural(hidden, 'info')} (-v shows them)"
-    return text + "." + ("" if with_model else " Selection and placement are checked with --model only.")
+    return f"{text}.{_fixable(found)}{_not_checked(checks)}"
+
+
+def _fixable(found: list[Diagnostic]) -> str:
+    safe = sum(1 for d in found if d.fix is not None and d.fix.safe)
+    unsafe = sum(1 for d in found if d.fix is not None and not d.fix.safe)
+    if safe:
+        return f" --fix mends {safe}" + (f", and --unsafe-fixes {unsafe} more." if unsafe else ".")
+    return f" --unsafe-fixes mends {unsafe}." if unsafe else ""
+
+
+def _not_checked(checks: list[FileCheck]) -> str:
+    if not any(check.target.models for check in checks):
+        return " Selection and placement are checked with --model only."
+    stopped = sum(1 for c in checks if c.target.models and any(one.matches is None for one in c.compilations.values()))
+    if not stopped:
+        return ""
+    return f" Selection and placement of {plural(stopped, 'file')} are checked once what stops the plan is mended."

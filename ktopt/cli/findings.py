@@ -6,19 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
+from ktopt.checking import sources_of as sources_of
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import Diagnostic, Severity
 from ktopt.render import render
+from ktopt.render.checked import Checked
 from ktopt.render.style import plural
-from ktopt.source import Document, SourceFile
-
-
-def sources_of(document: Document) -> dict[str, SourceFile]:
-    """The text of a document and of all that it imports, by path."""
-    found = {document.source.path: document.source}
-    for imported in document.imports:
-        found |= sources_of(imported)
-    return found
+from ktopt.source import SourceFile
 
 
 def at_least(diagnostics: Iterable[Diagnostic], level: Severity) -> list[Diagnostic]:
@@ -33,14 +27,19 @@ def count(diagnostics: Iterable[Diagnostic]) -> str:
 
 
 def print_report(
-    diagnostics: Sequence[Diagnostic], stream: TextIO, sources: Mapping[str, SourceFile] | None = None, format: str = "full"
+    diagnostics: Sequence[Diagnostic],
+    stream: TextIO,
+    sources: Mapping[str, SourceFile] | None = None,
+    format: str = "full",
+    checked: Sequence[Checked] = (),
 ) -> None:
-    """Print findings with the lines they stand on; files that `sources` lacks are read where they can be."""
+    """Print findings with the lines they stand on; files that `sources` lacks are read where they can be. `checked` is what was
+    looked at, for formats that list it."""
     known = dict(sources or {})
-    if format == "full":
+    if format in ("full", "sarif"):
         for path in {d.file for d in diagnostics} | {r.origin.file for d in diagnostics for r in d.related}:
             known.setdefault(path, _read(path))
-    stream.write(render(diagnostics, format, sources=known, style=style_of(stream)))
+    stream.write(render(diagnostics, format, sources=known, style=style_of(stream), checked=checked))
 
 
 def _read(path: str) -> SourceFile:

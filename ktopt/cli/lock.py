@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from ktopt.diagnostics import KtoptError
@@ -29,3 +30,11 @@ def lock_differences(rules: str, plan: Plan) -> list[str]:
     if locked.model.tree != plan.model.tree:
         lines.insert(0, f"locked for {locked.model.source}, planned for {plan.model.source}: their module trees differ")
     return [f"{path}: the plan differs from the locked one:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def differs_from_lock(rules: str, plan: Plan) -> bool:
+    """Whether a plan differs from the locked one; prints to stderr how."""
+    differences = lock_differences(rules, plan)
+    for line in differences:
+        print(line, file=sys.stderr)
+    return bool(differences)

@@ -13,10 +13,15 @@ from ktopt.parse import read_source
 from ktopt.source import SourceFile
 
 
-def add_model(parser: argparse.ArgumentParser, *, weights: bool = True) -> None:
-    """--model, and --weights, which is the model where it is a GGUF file or a model folder and no --model is given."""
+def add_model(parser: argparse.ArgumentParser, *, weights: bool = True, several: bool = False) -> None:
+    """--model, and --weights, which is the model where it is a GGUF file or a model folder and no --model is given. `several` makes
+    --model repeatable, and args.model a list."""
     parser.add_argument(
-        "--model", "-m", metavar="M", help="a shipped name (ktopt inspect lists them), a model folder, a config.json or a GGUF file"
+        "--model",
+        "-m",
+        metavar="M",
+        action="append" if several else "store",
+        help="a shipped name (ktopt inspect lists them), a model folder, a config.json or a GGUF file" + "; repeatable" * several,
     )
     if weights:
         parser.add_argument(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ktopt.diagnostics import Diagnostic
-from ktopt.render.checked import Run
+from ktopt.render.checked import Checked
 from ktopt.render.style import PLAIN, Style
 from ktopt.source import SourceFile
 
@@ -24,10 +24,10 @@ def render(
     *,
     sources: Mapping[str, SourceFile] | None = None,
     style: Style = PLAIN,
-    run: Run | None = None,
+    checked: Sequence[Checked] = (),
 ) -> str:
-    """The text of `diagnostics` in one of FORMATS, with a newline at its end unless it is empty. KeyError for another format. `run`
-    is what junit lists: without it, the files that have findings.
+    """The text of `diagnostics` in one of FORMATS, with a newline at its end unless it is empty. KeyError for another format.
+    `checked` is what junit lists; without it, the files that have findings.
     """
     if format == "full":
         from ktopt.render.full import full
@@ -48,7 +48,7 @@ def render(
     if format == "junit":
         from ktopt.render.junit import junit
 
-        return junit(diagnostics, run or Run())
+        return junit(diagnostics, checked)
     from ktopt.render.data import json_lines, json_list
 
     return {"json": json_list, "jsonl": json_lines}[format](diagnostics)

@@ -10,17 +10,16 @@ from ktopt.diagnostics import Diagnostic, Severity
 
 @dataclass(frozen=True)
 class Checked:
-    """One file, checked on one model ("" for none): its findings, and the check classes (KT3, ...) that did not run, with why."""
+    """One file, checked on one model.
+
+    model        its name, "" for none
+    diagnostics  what was found
+    skipped      check classes (KT3, ...) that did not run, and why
+    fail_on      from which severity a finding fails the run; None for never
+    """
 
     file: str
     model: str = ""
     diagnostics: tuple[Diagnostic, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A whole run: every file on every model, and from which severity a finding fails it (None for never)."""
-
-    checked: tuple[Checked, ...] = ()
     fail_on: Severity | None = Severity.ERROR

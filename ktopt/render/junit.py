@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ktopt.codes import CLASSES
 from ktopt.diagnostics import Diagnostic
-from ktopt.render.checked import Checked, Run
+from ktopt.render.checked import Checked
 from ktopt.render.style import printable
 
 
@@ -20,8 +20,8 @@ class _Suite(NamedTuple):
     skipped: int
 
 
-def junit(diagnostics: Sequence[Diagnostic], run: Run) -> str:
-    suites = [_suite(one, run) for one in run.checked or _by_file(diagnostics)]
+def junit(diagnostics: Sequence[Diagnostic], checked: Sequence[Checked]) -> str:
+    suites = [_suite(one) for one in checked or _by_file(diagnostics)]
     counts = _counts(sum(s.cases for s in suites), sum(s.failures for s in suites), sum(s.skipped for s in suites))
     body = "".join(suite.text for suite in suites)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<testsuites name="ktopt check" {counts}>\n{body}</testsuites>\n'
@@ -37,12 +37,12 @@ def _by_file(diagnostics: Sequence[Diagnostic]) -> tuple[Checked, ...]:
     return tuple(Checked(file, diagnostics=tuple(d for d in diagnostics if d.file == file)) for file in files)
 
 
-def _suite(checked: Checked, run: Run) -> _Suite:
+def _suite(checked: Checked) -> _Suite:
     name = f"{checked.file} on {checked.model}" if checked.model else checked.file
     cases, failures, skipped = [], 0, 0
     for prefix, title in CLASSES.items():
         found = [d for d in checked.diagnostics if d.code.startswith(prefix)]
-        failing = [d for d in found if run.fail_on is not None and d.severity.is_at_least(run.fail_on)]
+        failing = [d for d in found if checked.fail_on is not None and d.severity.is_at_least(checked.fail_on)]
         why = "" if found else checked.skipped.get(prefix, "")
         failures, skipped = failures + bool(failing), skipped + bool(why)
         cases.append(_case(name, f"{prefix} {title}", found, failing, why))
