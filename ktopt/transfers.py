@@ -112,11 +112,19 @@ def _inside(graph: ModuleGraph, steps: Sequence[Step], homes: Sequence[str], blo
         if module.index not in on_spine and _runs(module, steps):
             parent = graph.modules[module.parent]
             outer, inner = homes[parent.index], homes[module.index]
+            answer = _answers_on(steps[module.index], inner)
             if outer != inner:
                 found.append(Transfer(module.path, "input", outer, inner, parent.path))
-                found.append(Transfer(module.path, "output", inner, outer, module.path))
+            if outer != answer:
+                found.append(Transfer(module.path, "output", answer, outer, module.path))
         index += 1
     return found
+
+
+def _answers_on(step: Step, home: str) -> str:
+    """Where a module's result is: experts bring theirs to their `out_device` themselves."""
+    wanted = step.kwargs.get("out_device") if step.role == "experts" else None
+    return wanted or home
 
 
 def _runs(module: Module, steps: Sequence[Step]) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from apply_fixtures import KINDS, PROMPT, cut, hand_plan, make_model, source_of
+from gguf_fixtures import tiny_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
+import ktopt
 from ktopt.applying import apply_plan
 from ktopt.applying.dry_run import dry_run
 from ktopt.applying.fake_indexing import get_item, set_item
@@ -20,6 +24,7 @@ from ktopt.plan import Transfer
 from ktopt.transfers import derive_transfers
 from ktopt.trees import graph_from_module
 
+SHARED = Path(__file__).resolve().parents[2] / "shared"
 EXPERTS = ("KTransformersExperts", {"generate_op": "KExpertsTorch", "prefill_op": "KExpertsTorch"})
 LAYERS = {"": "cuda:0", "model.layers.1": "cuda:1", "model.layers.2": "cuda:1", "model.norm": "cuda:1", "lm_head": "cuda:1"}
 PLACEMENTS = {
@@ -50,8 +55,9 @@ def lacks_a_transfer(plan) -> bool:
     return False
 
 
-CASES = [(placement, kind) for placement in PLACEMENTS for kind in ("llama", "deepseek_v3")]
-CASES += [("layers on two GPUs", kind) for kind in KINDS if kind not in ("llama", "deepseek_v3")]
+CASES = [(placement, "llama") for placement in PLACEMENTS]
+CASES += [("layers on two GPUs", kind) for kind in KINDS if kind != "llama"]
+CASES += [("an MLP on the CPU", "deepseek_v3"), ("attention on another GPU", "deepseek_v3")]
 
 
 @pytest.mark.parametrize(("placement", "kind"), CASES)
@@ -72,6 +78,44 @@ def test_experts_on_the_cpu_are_reached_and_answered(kind):
     assert {(path, side) for path in layers for side in ("input", "output")} <= sides
     for index, transfer in enumerate(plan.transfers):
         assert lacks_a_transfer(replace(plan, transfers=cut(plan.transfers, index))), transfer
+
+
+def upstream_plan(file: str, kind: str, layers: int):
+    """A real multi-device rule file on a tiny model of as many layers as it was written for."""
+    path = SHARED / "cases" / "upstream_rules" / file
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    with torch.device("meta"):
+        model = tiny_model(kind, num_hidden_layers=layers)
+    return ktopt.compile(path, model)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "layers"),
+    [
+        ("DeepSeek-V3-Chat-multi-gpu-4.yaml", "deepseek_v3", 61),
+        ("DeepSeek-V2-Lite-Chat-multi-gpu.yaml", "deepseek_v2", 27),
+        ("Mixtral.yaml", "mixtral", 32),
+        ("npu/Qwen3-Chat-300IA2-npu-serve.yaml", "qwen3_moe", 48),
+    ],
+)
+def test_a_real_rule_file_has_the_transfers_that_it_needs(file, kind, layers):
+    plan = upstream_plan(file, kind, layers)
+    assert len(plan.devices) > 1
+    dry_run(plan)
+
+
+def test_a_real_rule_file_without_one_transfer_fails():
+    plan = upstream_plan("DeepSeek-V2-Lite-Chat-multi-gpu.yaml", "deepseek_v2", 27)
+    for index in random.Random(0).sample(range(len(plan.transfers)), 4):
+        assert lacks_a_transfer(replace(plan, transfers=cut(plan.transfers, index))), plan.transfers[index]
+
+
+def test_a_device_that_torch_does_not_know_is_named_as_the_plan_does():
+    plan = two_device_plan("llama", {"": "cuda:0", "model.layers.1": "npu:1"})
+    dry_run(plan)
+    with pytest.raises(KtoptError, match=r"cuda:0 and npu:1"):
+        dry_run(replace(plan, transfers=()))
 
 
 def test_a_missing_transfer_is_blamed_on_the_module_where_devices_meet():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,19 @@ from ktopt.applying import Application, build_model
 from ktopt.applying.checks import prepare
 from ktopt.applying.fake_indexing import IndexWithoutGuard
 from ktopt.diagnostics import KtoptError
+from ktopt.placement import device_kind
 from ktopt.plan import Plan
 from ktopt.weights import StoredTensor
 
 PREFILL_TOKENS = 5
+FIRST_STAND_IN = 100
+"""Number of the first CUDA device that stands for one of another kind."""
 
 
 def dry_run(plan: Plan) -> None:
     """Run the plan's model on fake tensors; KtoptError names the module where tensors of two devices meet. It is for models of few
     layers: time goes with their number, memory doesn't."""
+    plan, stands_for = _with_stand_ins(plan)
     root = build_model(plan)
     tensors = _NoValues(root)
     application = Application(prepare(plan, root, tensors), tensors)
@@ -39,8 +43,29 @@ def dry_run(plan: Plan) -> None:
         model = application.load()
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("batched_mm")  # transformers' eager experts choose by value, and fakes have none
-        with _one_device(model), torch.no_grad():
+        with _one_device(model, stands_for), torch.no_grad():
             _generate_one(model)
+
+
+def _with_stand_ins(plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """The plan with a spare CUDA device in place of each one that fake tensors don't know (npu, xpu), and what each stands for."""
+    strange = [device for device in plan.devices if device_kind(device) not in ("cpu", "cuda")]
+    names = {device: f"cuda:{FIRST_STAND_IN + index}" for index, device in enumerate(strange)}
+
+    def named(device: str) -> str:
+        return names.get(device, device)
+
+    steps = tuple(
+        step._replace(
+            generate_device=named(step.generate_device),
+            prefill_device=named(step.prefill_device),
+            replicas=tuple(map(named, step.replicas)),
+            kwargs={key: named(value) if isinstance(value, str) else value for key, value in step.kwargs.items()},
+        )
+        for step in plan.steps
+    )
+    transfers = tuple(replace(t, source=named(t.source), target=named(t.target)) for t in plan.transfers)
+    return replace(plan, steps=steps, transfers=transfers), {stand_in: device for device, stand_in in names.items()}
 
 
 def _indexing() -> AbstractContextManager[Any]:
@@ -84,7 +109,7 @@ class _NoValues:
 
 
 @contextmanager
-def _one_device(model: nn.Module) -> Iterator[None]:
+def _one_device(model: nn.Module, stands_for: dict[str, str]) -> Iterator[None]:
     """Within, an operation on tensors of two devices is an error that names the module running it."""
     running: list[str] = []
     for path, module in model.named_modules():
@@ -95,11 +120,16 @@ def _one_device(model: nn.Module) -> Iterator[None]:
             yield
     except _TwoDevices as error:
         where = running[-1] or type(model).__name__
-        raise KtoptError(f"{where}: {error}: the plan lacks a transfer") from error
+        devices = " and ".join(sorted(stands_for.get(device, device) for device in error.devices))
+        raise KtoptError(f"{where}: {error.operation} gets tensors on {devices}: the plan lacks a transfer") from error
 
 
 class _TwoDevices(RuntimeError):
     """Tensors of two devices met in one operation."""
+
+    def __init__(self, operation: str, devices: set[str]) -> None:
+        super().__init__(operation)
+        self.operation, self.devices = operation, devices
 
 
 class _DeviceCheck(TorchDispatchMode):
@@ -110,5 +140,5 @@ class _DeviceCheck(TorchDispatchMode):
             tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             devices = {str(t.device) for t in tensors if t.dim() or t.device.type != "cpu"}
             if len(devices) > 1:
-                raise _TwoDevices(f"{func} gets tensors on {' and '.join(sorted(devices))}")
+                raise _TwoDevices(str(func), devices)
         return func(*args, **(kwargs or {}))
