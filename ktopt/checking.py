@@ -14,7 +14,7 @@ from ktopt.compiler import Compilation, run_stages
 from ktopt.diagnostics import Diagnostic, Severity
 from ktopt.render.checked import Checked
 from ktopt.settings import ALL_CODES, UNREADABLE, CodeFilter
-from ktopt.source import Document, SourceFile
+from ktopt.source import SourceFile
 
 if TYPE_CHECKING:
     from ktopt.suppress import Suppressions
@@ -80,7 +80,7 @@ def check_file(source: SourceFile, target: Target, *, is_imported: bool = False)
     compilations = {name: run_stages(source, tree, **target.options) for name, tree in trees}
     sources: dict[str, SourceFile] = {}
     for compilation in compilations.values():
-        sources |= sources_of(compilation.document)
+        sources |= compilation.document.sources
     comments = _comments(sources, compilations)
     found = {
         name: [d for d in c.report.sorted() if not (d.file in comments and comments[d.file].silences(d))]
@@ -100,14 +100,6 @@ def unreadable(file: str, diagnostics: Iterable[Diagnostic], target: Target) -> 
     names = [name for name, _ in target.models] or [""]
     checked = tuple(Checked(file, name, found, _not_reached(), target.fail_on) for name in names)
     return FileCheck(file, None, {}, found, {}, checked, target)
-
-
-def sources_of(document: Document) -> dict[str, SourceFile]:
-    """The text of a document and of all that it imports, by path."""
-    found = {document.source.path: document.source}
-    for imported in document.imports:
-        found |= sources_of(imported)
-    return found
 
 
 def _comments(sources: Mapping[str, SourceFile], compilations: Mapping[str, Compilation]) -> dict[str, Suppressions]:

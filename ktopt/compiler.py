@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktopt.diagnostics import CompileError, Report
+from ktopt.diagnostics import CompileError, Diagnostic, Report
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches, match
 from ktopt.parse import parse, read_source
@@ -42,6 +42,11 @@ class Compilation:
     matches: Matches | None
     plan: Plan | None
     report: Report
+
+    @property
+    def unsilenced(self) -> list[Diagnostic]:
+        """The findings that no `# ktopt: ignore[...]` comment silences, by place."""
+        return _unsilenced(self.document, self.report.sorted())
 
 
 def run_stages(
@@ -75,12 +80,21 @@ def run_stages(
     if report.stops_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = make_plan(ruleset, graph, matches, options, report)
+    plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))
     return Compilation(document, ruleset, graph, matches, plan, report)
 
 
+def _unsilenced(document: Document, diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    if not any("ktopt" in source.text for source in document.sources.values()):
+        return diagnostics
+    from ktopt.suppress import unsilenced
+
+    return unsilenced(document, diagnostics)
+
+
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
-    """Every finding on a rule file. Options as run_stages'."""
-    return run_stages(rules, model, **options).report
+    """Every finding on a rule file that no comment in it silences. Options as run_stages'."""
+    return Report(run_stages(rules, model, **options).unsilenced)
 
 
 def compile(rules: Rules, model: Model, **options: Any) -> Plan:

@@ -155,6 +155,14 @@ class Document:
     def origin(self, node: Node) -> Origin:
         return Origin(self.source.path, node.span)
 
+    @property
+    def sources(self) -> dict[str, SourceFile]:
+        """The texts of this file and of all that it imports, by path."""
+        found = {self.source.path: self.source}
+        for imported in self.imports:
+            found |= imported.sources
+        return found
+
 
 def plain(node: Node | None) -> Any:
     """The ordinary Python value of a node."""

@@ -15,7 +15,7 @@ from ktopt.codes import CODES
 from ktopt.comments import Comment, comments, is_bare
 from ktopt.diagnostics import Diagnostic, Edit, Fix, Severity
 from ktopt.operator import nearest
-from ktopt.source import Position, SourceFile, Span
+from ktopt.source import Document, Position, SourceFile, Span
 
 WORD = "ktopt"
 _IGNORE = re.compile(r"#\s*ktopt:\s*ignore\b(\s*\[([^\]]*)\])?")
@@ -162,6 +162,14 @@ def _following(source: SourceFile) -> list[int]:
     for number in range(len(source.lines) - 1, -1, -1):
         found[number] = found[number + 1] if is_bare(source.lines[number]) else number + 1
     return found
+
+
+def unsilenced(document: Document, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """The findings of a file and its imports that no comment silences."""
+    if document.root is None:
+        return list(diagnostics)
+    known = {path: read_suppressions(source) for path, source in document.sources.items() if WORD in source.text}
+    return [d for d in diagnostics if d.file not in known or not known[d.file].silences(d)]
 
 
 def add_ignores(source: SourceFile, diagnostics: Iterable[Diagnostic], same: Callable[[str], bool]) -> tuple[str, int]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
-from ktopt.checking import sources_of as sources_of
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import Diagnostic, Severity
 from ktopt.render import render

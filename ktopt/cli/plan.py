@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ktopt.cli.findings import at_least, count, print_report, sources_of
+from ktopt.cli.findings import at_least, count, print_report
 from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, write_text
 from ktopt.cli.terminal import columns, style_of
 from ktopt.compiler import Compilation, run_stages
@@ -72,10 +72,11 @@ def show(plan: Plan, args: argparse.Namespace) -> None:
 
 
 def show_findings(compilation: Compilation) -> bool:
-    """Print warnings and errors to stderr; whether there are errors."""
-    shown = at_least(compilation.report.sorted(), Severity.WARNING)
+    """Print warnings and errors to stderr; whether there are errors. Where there is a plan, without those that comments silence."""
+    found = compilation.report.sorted() if compilation.plan is None else compilation.unsilenced
+    shown = at_least(found, Severity.WARNING)
     if shown:
-        print_report(shown, sys.stderr, sources_of(compilation.document))
+        print_report(shown, sys.stderr, compilation.document.sources)
         print(f"\n{count(shown)}", file=sys.stderr)
     return any(d.severity is Severity.ERROR for d in shown)
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from ktopt.cli.findings import at_least, print_report, sources_of
+from ktopt.cli.findings import at_least, print_report
 from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import Severity
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     c = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
     if c.ruleset is None or c.graph is None or c.matches is None or c.plan is None:
-        print_report(at_least(c.report.sorted(), Severity.ERROR), sys.stderr, sources_of(c.document))
+        print_report(at_least(c.report.sorted(), Severity.ERROR), sys.stderr, c.document.sources)
         return 1
     found = explain_module(args.module, c.ruleset, c.graph, c.matches, c.plan)
     print(
