@@ -17,7 +17,7 @@ from ktopt.pattern import Finder, PatternError, PatternTimeout, compile_pattern
 from ktopt.placement import Hardware
 from ktopt.placing import Placed, place_modules
 from ktopt.ruleset import NameClass, Rule, RuleSet
-from ktopt.subtree import PrefixFilter
+from ktopt.subtree import PrefixFilter, prefix_filter
 from ktopt.treeindex import class_names, index_of, is_a, members, names_class, set_of, span_of
 
 
@@ -148,11 +148,20 @@ def _takes(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> int:
 
 
 def _takes_by_name_and_class(clauses: NameClass, graph: ModuleGraph) -> int:
-    written, name = clauses.cls, clauses.name
+    """As _takes. Kept with the tree's index: an editor asks for the same clauses again at every keystroke."""
+    known, key = index_of(graph).taken, (clauses.name, clauses.cls)
+    if key not in known:
+        if len(known) >= MOST_KEPT:
+            known.clear()
+        known[key] = _find_by_name_and_class(clauses.name, clauses.cls, graph)
+    return known[key]
+
+
+def _find_by_name_and_class(name: str | None, written: str | None, graph: ModuleGraph) -> int:
     of_class = graph.all if written is None else index_of(graph).by_class(lambda module: is_a(written, module))
     if name is None or not of_class:
         return of_class
-    find, prefix = compile_pattern(name).finder, PrefixFilter(name)
+    find, prefix = compile_pattern(name).finder, prefix_filter(name)
     wanted = of_class.to_bytes((len(graph) + 7) // 8, "little")
     found: list[int] = []
     modules, size = graph.modules, len(graph)
@@ -209,7 +218,7 @@ def _contender(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> _Co
     name = rule.match.name
     if name is None:
         return _Contender(rule.index, rule.match.cls)
-    return _Contender(rule.index, rule.match.cls, compile_pattern(name).finder, prefix=PrefixFilter(name))
+    return _Contender(rule.index, rule.match.cls, compile_pattern(name).finder, prefix=prefix_filter(name))
 
 
 def report_pattern(rule: Rule, error: PatternError | PatternTimeout, report: Report) -> None:
@@ -228,6 +237,9 @@ FILTER_AFTER = 64
 
 BIG_SUBTREE = 300
 """Descendants from which on a subtree is walked on its own."""
+
+MOST_KEPT = 2000
+"""Name and class clauses whose modules are remembered, a tree."""
 
 
 class _Walk:

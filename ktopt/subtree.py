@@ -7,7 +7,7 @@ begin with another layer's number, or go on with another name.
 from __future__ import annotations
 
 import importlib
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 _parser: Any = importlib.import_module("re._parser")
@@ -93,6 +93,12 @@ class PrefixFilter:
         if head is None:
             head = self._heads[count] = _compiler.compile(self._pattern([item for item, _ in self._leading[:count]]))
         return head
+
+
+@lru_cache(maxsize=1024)
+def prefix_filter(text: str) -> PrefixFilter:
+    """The filter of a pattern, made once."""
+    return PrefixFilter(text)
 
 
 def _plain(item: tuple[Any, Any]) -> bool:

@@ -63,6 +63,8 @@ class TreeIndex:
     def __init__(self, graph: ModuleGraph) -> None:
         self.modules = graph.modules
         self.size = len(graph.modules)
+        self.taken: dict[tuple[str | None, str | None], int] = {}
+        """The modules that a name and a class clause take; match.py fills it."""
 
     @cached_property
     def aliases(self) -> tuple[tuple[int, str], ...]:
