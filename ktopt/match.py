@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph
@@ -18,7 +19,10 @@ from ktopt.placement import Hardware
 from ktopt.placing import Placed, place_modules
 from ktopt.ruleset import NameClass, Rule, RuleSet
 from ktopt.subtree import PrefixFilter, prefix_filter
-from ktopt.treeindex import class_names, index_of, is_a, members, names_class, set_of, span_of
+from ktopt.treeindex import TreeIndex, class_names, index_of, is_a, members, names_class, set_of, span_of
+
+if TYPE_CHECKING:
+    from ktopt.selector import Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +145,21 @@ def _takes(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> int:
     index = index_of(graph)
     try:
         if not isinstance(rule.match, NameClass):
-            return index.modules_at(rule.match.evaluate_places(index, graph.config, hardware))
+            return index.modules_at(_places(rule.match, index, graph, hardware))
         return _takes_by_name_and_class(rule.match, graph)
     except (PatternError, PatternTimeout):
         return 0
+
+
+def _places(selector: Selector, index: TreeIndex, graph: ModuleGraph, hardware: Hardware | None) -> int:
+    """The places that a selector takes. Kept with the tree's index where they don't depend on the machine."""
+    if selector.asks_hardware:
+        return selector.evaluate_places(index, graph.config, hardware)
+    if selector.root not in index.selected:
+        if len(index.selected) >= MOST_KEPT:
+            index.selected.clear()
+        index.selected[selector.root] = selector.evaluate_places(index, graph.config, hardware)
+    return index.selected[selector.root]
 
 
 def _takes_by_name_and_class(clauses: NameClass, graph: ModuleGraph) -> int:
@@ -213,7 +228,7 @@ def _contenders(
 def _contender(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> _Contender:
     if not isinstance(rule.match, NameClass):
         index = index_of(graph)
-        places = rule.match.evaluate_places(index, graph.config, hardware)
+        places = _places(rule.match, index, graph, hardware)
         return _Contender(rule.index, places=places.to_bytes((index.places + 7) // 8, "little"))
     name = rule.match.name
     if name is None:
@@ -239,7 +254,7 @@ BIG_SUBTREE = 300
 """Descendants from which on a subtree is walked on its own."""
 
 MOST_KEPT = 2000
-"""Name and class clauses whose modules are remembered, a tree."""
+"""Clauses and selectors whose modules are remembered, a tree."""
 
 
 class _Walk:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from ktopt.graph import Module, ModuleClass, ModuleGraph
@@ -65,6 +66,8 @@ class TreeIndex:
         self.size = len(graph.modules)
         self.taken: dict[tuple[str | None, str | None], int] = {}
         """The modules that a name and a class clause take; match.py fills it."""
+        self.selected: dict[Any, int] = {}
+        """The places that a selector's expression takes; match.py fills it, too."""
 
     @cached_property
     def aliases(self) -> tuple[tuple[int, str], ...]:
