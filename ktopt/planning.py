@@ -116,12 +116,13 @@ def transformers_version() -> str:
 
 def rule_devices(ruleset: RuleSet, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
     """(generate, prefill) of a rule's modules in a place. `placed` where a native file's `place:` gave the place: a device that the
-    rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise."""
+    rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise; those with one
+    device for all (`device`) prefill there."""
     spec, config, upstream = rule.replace.operator, rule.replace.config, ruleset.form == "list"
     generate = getattr(config, "generate_device", None) or getattr(config, "device", None)
     generate = generate or (spec.upstream_device if upstream else "") or place
-    prefill = getattr(config, "prefill_device", None)
-    prefill = prefill or (place if placed or (upstream and spec.name != "default") else generate)
+    prefill = getattr(config, "prefill_device", generate)
+    prefill = prefill or (place if spec.name != "default" and (placed or upstream) else generate)
     return generate, prefill
 
 
