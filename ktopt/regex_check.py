@@ -16,8 +16,8 @@ _RANGE = re.compile(r"\[(\d{1,4})-(\d{1,4})\]")
 
 @dataclass(frozen=True, slots=True)
 class RegexProblem:
-    """Why a pattern is wrong: what to point at (offset from 0, and length), what to write instead, and the whole pattern rewritten
-    where that is certain."""
+    """Why a pattern is wrong: what to point at (offset from 0, and length), what to write instead, and the pattern rewritten where
+    that is certain: the whole of it, or for a class that compiles what it points at."""
 
     offset: int
     message: str
@@ -48,8 +48,10 @@ def class_as_number_range(pattern: str) -> RegexProblem | None:
         if len(found[1]) + len(found[2]) > 2 and low < high and not _escaped(pattern, found.start()):
             matched = ", ".join(sorted(set(re.findall(found[0], "0123456789"))))
             message = f"{found[0]} matches one character ({matched}), not the numbers {low} to {high}"
-            help = f"for layers {low} to {high} write {number_regex(range(low, high + 1))}"
-            return RegexProblem(found.start(), message, help, length=len(found[0]))
+            numbers = number_regex(range(low, high + 1))
+            return RegexProblem(
+                found.start(), message, f"for layers {low} to {high} write {numbers}", numbers, length=len(found[0])
+            )
     return None
 
 

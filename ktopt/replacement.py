@@ -13,12 +13,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from ktopt import registry
-from ktopt.diagnostics import Related, Severity
+from ktopt.diagnostics import Fix, Related, Severity
 from ktopt.operator import OperatorConfig, OperatorSpec, Problem, build_config, field_types, nearest, option_names
 from ktopt.placement import DEVICE_KINDS, canonical_device, device_kind
 from ktopt.ruleset import Replacement
 from ktopt.shape import Shape, alike, unquoted_boolean
-from ktopt.source import Mapping, Node, Scalar, plain
+from ktopt.source import Mapping, Node, Scalar, Span, plain
 
 PHASES = (("generate_op", "generate_device"), ("prefill_op", "prefill_device"))
 
@@ -38,7 +38,7 @@ def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:
         message = f"{package} has no {last} in this version" if package else f'there is no operator "{name}"'
         message += f"; did you mean {simple}?" if near else ""
         help = f"write {near}" if near else "`ktopt operators` lists them all; `default` keeps the module and only places it"
-        fix = shape.rewrite(f"write {near}", node, near) if near else None
+        fix = shape.rewrite(f"write {near}", node, near, safe=False) if near else None
         shape.error("KT401", message, node, help=help, fix=fix)
         return None
     if spec.lost:
@@ -127,7 +127,8 @@ class KwargsReader:
         message = problem.message.removeprefix(f"`{problem.key}`: ")
         if problem.kind == "missing":
             related = (Related("the kwargs that lack it", self.shape.origin(kwargs)),) if kwargs is not None else ()
-            self.shape.inside("kwargs").error("KT409", message, self.first_line(), related=related)
+            fix = self.copy_of_prefill(problem, nodes, kwargs)
+            self.shape.inside("kwargs").error("KT409", message, self.first_line(), related=related, fix=fix)
             return
         key, node = nodes.get(problem.key, (None, None))
         at = kwargs or self.rule
@@ -144,8 +145,18 @@ class KwargsReader:
             if is_op and not near and isinstance(node, Scalar):
                 near = next(iter(get_close_matches(str(node.value), self.spec.ops, 1, 0.5)), "")
                 message += f" (did you mean {near}?)" if near else ""
-            fix = shape.rewrite(f"write {near}", node, f'"{near}"') if near and node else None
+            fix = shape.rewrite(f"write {near}", node, f'"{near}"', safe=False) if near and node else None
             shape.error("KT402" if is_op else "KT405", message, node or at, fix=fix)
+
+    def copy_of_prefill(self, problem: Problem, nodes: Map[str, tuple[Scalar, Node]], kwargs: Mapping | None) -> Fix | None:
+        """For a generate_device that is missing beside a prefill_device, the guess that it is the same one."""
+        key, node = nodes.get("prefill_device", (None, None))
+        if problem.key != "generate_device" or key is None or not isinstance(node, Scalar) or kwargs is None:
+            return None
+        flow = kwargs.span.start != kwargs.entries[0][0].span.start
+        gap = ", " if flow else "\n" + " " * (key.span.start.column - 1)
+        here = Span(key.span.start, key.span.start)
+        return self.shape.rewrite(f"add `generate_device: {node.raw}`", here, f"generate_device: {node.raw}{gap}", safe=False)
 
     def first_line(self) -> Node:
         """The rule's first key: a rule's own span covers all its lines."""
@@ -158,7 +169,7 @@ class KwargsReader:
         options = ", ".join(self.hints)
         takes = f"{self.spec.name} takes {options}" if options else f"{self.spec.name} takes no kwargs"
         message = f"{self.spec.name} takes no `{problem.key}`" + (f"; did you mean `{near}`?" if near else f"; it takes {options}")
-        fix = self.shape.rewrite(f"write `{near}`", at, near) if near else None
+        fix = self.shape.rewrite(f"write `{near}`", at, near, safe=False) if near else None
         self.shape.inside("kwargs").error("KT403", message, at, help=takes, fix=fix)
 
     def mend_type(self, node: Node | None, problem: Problem) -> dict[str, Any]:
@@ -190,7 +201,9 @@ class KwargsReader:
             message = f"{op.name} runs on {' or '.join(op.devices)} only, got {device}" + (f"; {use}" if use else "")
             at = nodes.get(device_name) or nodes[op_name]
             related = [Related(f"{op_name} is named here", self.shape.origin(nodes[op_name]))]
-            self.shape.inside(f"kwargs.{device_name}").error("KT406", message, at, related=related)
+            other = op.counterpart if op.counterpart in others else ""
+            fix = self.shape.rewrite(f"write {other}", nodes[op_name], f'"{other}"', safe=False) if other else None
+            self.shape.inside(f"kwargs.{device_name}").error("KT406", message, at, related=related, fix=fix)
 
 
 class _Dropped:
@@ -215,7 +228,8 @@ def read_device(shape: Shape, node: Scalar) -> str:
         near = near_device(text)
     message = f'"{text}" is not a device' + (f"; did you mean {near}?" if near else "")
     help = f"devices are {', '.join(DEVICE_KINDS)}, or one with a number such as cuda:1"
-    fix = shape.rewrite(f"write {near}", node, f'"{near}"') if near else None
+    same = near == text.strip().lower()
+    fix = shape.rewrite(f"write {near}", node, f'"{near}"', safe=same) if near else None
     shape.error("KT501", message, node, help=help, fix=fix)
     return near
 

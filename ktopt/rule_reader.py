@@ -172,10 +172,18 @@ class RuleReader:
     def operator(self, rule: Mapping, node: Node, name: str, kwargs: Node | None) -> Replacement | None:
         at = self.shape.inside("replace.class") if isinstance(rule.get("replace"), Mapping) else self.shape.inside("replace")
         spec = find_operator(at, name, node)
-        options = self.shape.mapping(kwargs, "kwargs", "`generate_device: cuda:0`") if kwargs is not None else None
+        options = self.options(rule, kwargs) if kwargs is not None else None
         if spec is None or (kwargs is not None and options is None):
             return None
         return KwargsReader(self.shape, spec, rule).read(options, name, node)
+
+    def options(self, rule: Mapping, kwargs: Node) -> Mapping | None:
+        """`kwargs` as a mapping. Where it is empty, the fix is to delete the key."""
+        within = rule.get("replace")
+        holders = [holder for holder in (rule, within) if isinstance(holder, Mapping) and holder.get("kwargs") is kwargs]
+        key = holders[0].key("kwargs") if holders else None
+        fix = self.shape.deletion(holders[0], key, kwargs) if key is not None else None
+        return self.shape.mapping(kwargs, "kwargs", "`generate_device: cuda:0`", fix)
 
 
 def read_selector(shape: Shape, node: Scalar, text: str, lets: dict[str, Selector], *, when: bool = False) -> Selector | None:
@@ -197,7 +205,8 @@ def check_name(shape: Shape, node: Scalar, pattern: str) -> bool:
     doubtful = class_as_number_range(pattern)
     if doubtful is not None:
         span = node.part(doubtful.offset, doubtful.length)
-        shape.report.warning("KT304", named.said(doubtful.message), Origin(shape.file, span), help=doubtful.help)
+        fix = named.rewrite(f"write {doubtful.rewrite}", span, doubtful.rewrite, safe=False) if doubtful.rewrite else None
+        shape.report.warning("KT304", named.said(doubtful.message), Origin(shape.file, span), help=doubtful.help, fix=fix)
     at = literal_backslash(pattern)
     if at is not None:
         single = node.style == "'"
@@ -214,7 +223,7 @@ def check_name(shape: Shape, node: Scalar, pattern: str) -> bool:
 def _rewrite(shape: Shape, node: Scalar, problem: RegexProblem) -> Fix | None:
     if problem.rewrite is None or "'" in problem.rewrite or node.span.start.line != node.span.end.line:
         return None
-    return shape.rewrite("rewrite the pattern", node, f"'{problem.rewrite}'")
+    return shape.rewrite("rewrite the pattern", node, f"'{problem.rewrite}'", safe="bad character range" in problem.message)
 
 
 def _one_backslash(shape: Shape, node: Scalar) -> Fix | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ktopt.diagnostics import Edit, Fix, Report
 from ktopt.operator import nearest
-from ktopt.source import Mapping, Node, Origin, Scalar, Sequence, Span
+from ktopt.source import Mapping, Node, Origin, Position, Scalar, Sequence, Span
 
 _TRUE_FALSE = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
@@ -67,9 +67,17 @@ class Shape:
     def said(self, message: str) -> str:
         return f"{self.where}: {message}" if self.where else message
 
-    def rewrite(self, title: str, node: Node, text: str) -> Fix:
-        """A fix that puts `text` in the place of a node."""
-        return Fix(title, (Edit(self.file, node.span, text),))
+    def rewrite(self, title: str, at: Node | Span, text: str, *, safe: bool = True) -> Fix:
+        """A fix that puts `text` in the place of a node. `safe` where nothing else can be meant."""
+        return Fix(title, (Edit(self.file, at if isinstance(at, Span) else at.span, text),), safe)
+
+    def deletion(self, mapping: Mapping, key: Scalar, node: Node) -> Fix | None:
+        """A fix that deletes an entry, where it has a line of its own: in a block mapping each but the first surely has."""
+        first = mapping.entries[0][0]
+        if first.span.start != mapping.span.start or key is first or node.span.end.line != key.span.start.line:
+            return None
+        line = key.span.start.line
+        return self.rewrite(f"delete `{key.value}`", Span(Position(line, 1), Position(line + 1, 1)), "")
 
     def keys(self, mapping: Mapping, known: Collection[str], elsewhere: Map[str, str]) -> None:
         """KT202 for each key that isn't `known`; `elsewhere` says of keys that belong somewhere else where that is."""
@@ -83,7 +91,7 @@ class Shape:
             near = nearest(name, known)
             message = f"unknown key `{name}`" + (f"; did you mean `{near}`?" if near else "")
             certain = alike(name, near) and near not in {k.value for k, _ in mapping}
-            fix = self.rewrite(f"write `{near}`", key, near) if certain else None
+            fix = self.rewrite(f"write `{near}`", key, near, safe=False) if certain else None
             self.error("KT202", message, key, help=f"the keys here are {', '.join(known)}", fix=fix)
 
     def text(self, node: Node, name: str, example: str) -> str | None:
@@ -97,11 +105,11 @@ class Shape:
             self.error("KT206", f"`{name}` must be a string, not {kind_of(node)}", node, help=help)
         return None
 
-    def mapping(self, node: Node, name: str, example: str) -> Mapping | None:
+    def mapping(self, node: Node, name: str, example: str, fix: Fix | None = None) -> Mapping | None:
         if isinstance(node, Mapping):
             return node
         if isinstance(node, Scalar) and node.value is None:
-            self.error("KT205", f"`{name}:` is empty", node, help=f"write {example} below it, or delete the key")
+            self.error("KT205", f"`{name}:` is empty", node, help=f"write {example} below it, or delete the key", fix=fix)
         else:
             self.error("KT206", f"`{name}` must be a mapping, not {kind_of(node)}", node, help=f"write {example}")
         return None
@@ -125,8 +133,10 @@ class Shape:
             fix = self.rewrite("remove the quotes", node, node.value)
             self.error("KT110", message, node, help="a string that isn't empty counts as true, whatever it says", fix=fix)
         elif isinstance(node, Scalar) and node.value in (0, 1):
-            self.warning("KT206", f"`{name}` must be true or false, not {node.value}; read as {bool(node.value)}", node)
-            return bool(node.value)
+            value = bool(node.value)
+            message = f"`{name}` must be true or false, not {node.value}; read as {value}"
+            self.warning("KT206", message, node, fix=self.rewrite(f"write {str(value).lower()}", node, str(value).lower()))
+            return value
         elif isinstance(node, Scalar) and node.value is None:
             self.error("KT205", f"`{name}` is empty", node, help="write true or false")
         else:

@@ -19,7 +19,7 @@ from ktopt.replacement import read_device
 from ktopt.rule_reader import RuleReader, read_selector
 from ktopt.ruleset import Place, Rule, RuleSet
 from ktopt.shape import Shape, kind_of
-from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Sequence
+from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Sequence, Span
 
 if TYPE_CHECKING:
     from ktopt.selector import Selector
@@ -171,7 +171,9 @@ class _Reader:
         version = top.get("version")
         if version is None:
             at = top.entries[0][0] if top.entries else top
-            shape.warning("KT203", "`version` is missing; read as version 1", at, help="begin the file with `version: 1`")
+            begins = top.entries and at.span.start == top.span.start and at.span.start.column == 1
+            fix = shape.rewrite("begin with `version: 1`", Span(at.span.start, at.span.start), "version: 1\n") if begins else None
+            shape.warning("KT203", "`version` is missing; read as version 1", at, help="begin the file with `version: 1`", fix=fix)
         elif not isinstance(version, Scalar) or version.value != 1 or isinstance(version.value, bool):
             shape.error("KT207", f"version {kind_of(version)} of the rule language isn't known", version, help="write `version: 1`")
         if (node := top.get("architectures")) is not None:
