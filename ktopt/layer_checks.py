@@ -13,6 +13,7 @@ from ktopt.match import Matches
 from ktopt.nothing import layers_beyond
 from ktopt.numbers import in_words, number_regex
 from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
+from ktopt.regex_check import pattern_fix
 from ktopt.ruleset import NameClass, Rule
 from ktopt.source import Origin
 from ktopt.treeindex import members
@@ -73,7 +74,10 @@ def _check_open_number(rule: Rule, name: str, matches: Matches, report: Report) 
         f"rule {rule.number} takes layers {in_words(extra)} beside {in_words(meant)}: nothing in its pattern ends the number after "
         f"`{written}`"
     )
-    report.warning("KT305", message, _origin(rule), help=f"write `{written}\\.` so that the number ends there")
+    rest = name[number.end() :]
+    ending = r"(\.|$)" if not rest else r"\." if rest.startswith(".*") else "(?![0-9])"
+    fix = pattern_fix("end the number", _origin(rule), name[: number.end()] + ending + rest)
+    report.warning("KT305", message, _origin(rule), help=f"write `{written}\\.` so that the number ends there", fix=fix)
 
 
 def _check_beyond(rule: Rule, name: str, matches: Matches, report: Report) -> None:
@@ -152,7 +156,11 @@ def _report_gap(gap: _Gap, found: list[Family], matches: Matches, report: Report
     if padded:
         written, meant = padded
         message += f"; rule {rule.number} pattern {written} needs two digits, and layer numbers have no leading zero"
-        report.report("KT309", Severity.ERROR, message, _origin(rule), help=f"write {number_regex(meant)} for {written}")
+        numbers = number_regex(meant)
+        name = rule.match.name if isinstance(rule.match, NameClass) and rule.match.name else ""
+        whole = f"({written})" if f"({written})" in name else written
+        fix = pattern_fix(f"write {numbers}", _origin(rule), name.replace(whole, numbers, 1))
+        report.report("KT309", Severity.ERROR, message, _origin(rule), help=f"write {numbers} for {written}", fix=fix)
         return
     device = matches.ruleset.default_device
     help = f"they stay as they are, on {device}; widen a pattern to take them, or add a rule that says so"

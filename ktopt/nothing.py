@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ktopt.diagnostics import Related
+from ktopt.diagnostics import Edit, Fix, Related
 from ktopt.families import in_words
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches
@@ -31,6 +31,7 @@ class Finding:
     origin: Origin
     help: str | None = None
     related: tuple[Related, ...] = ()
+    fix: Fix | None = None
 
 
 def explain_nothing(rule: Rule, matches: Matches) -> Finding:
@@ -57,7 +58,10 @@ def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Fi
     of_class = _of_class(written, graph) if written is not None else list(range(len(graph)))
     if written is not None and not of_class:
         message = f"rule {number} matches nothing: no module of {_model(graph)} is a {written}"
-        return Finding("KT301", message, clauses.cls_origin or rule.match_origin, _near_class(written, graph))
+        near = _near_class_name(written, graph)
+        place = clauses.cls_origin
+        fix = Fix(f"write {near}", (Edit(place.file, place.span, near),), safe=False) if near and place else None
+        return Finding("KT301", message, place or rule.match_origin, f"did you mean {near}?" if near else None, fix=fix)
     of_name = _of_name(name, graph) if name is not None else []
     if of_name and written is not None:
         message = (
@@ -98,13 +102,18 @@ def segments(graph: ModuleGraph) -> set[str]:
 
 
 def _near_class(written: str, graph: ModuleGraph) -> str | None:
+    near = _near_class_name(written, graph)
+    return f"did you mean {near}?" if near else None
+
+
+def _near_class_name(written: str, graph: ModuleGraph) -> str:
     names: dict[str, str] = {}
     for example, _ in index_of(graph).classes:
         for dotted in (example.cls.name, *example.alias_classes):
             names.setdefault(dotted.rpartition(".")[2], dotted)
     simple = written.rpartition(".")[2]
     near = next((name for name in names if name.lower() == simple.lower()), "") or nearest(simple, names)
-    return f"did you mean {names[near]}?" if near else None
+    return names[near] if near else ""
 
 
 def _near_segment(word: str, graph: ModuleGraph) -> str | None:

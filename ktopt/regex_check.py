@@ -7,9 +7,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ktopt.diagnostics import Edit, Fix
 from ktopt.mistakes import explain_regex_error
 from ktopt.numbers import number_regex
 from ktopt.pattern import PatternError, compile_pattern
+from ktopt.source import Origin
 
 _RANGE = re.compile(r"\[(\d{1,4})-(\d{1,4})\]")
 
@@ -63,6 +65,14 @@ def literal_backslash(pattern: str) -> int | None:
             return at
         at = pattern.find("\\", at + 2)
     return None
+
+
+def pattern_fix(title: str, name: Origin, pattern: str) -> Fix | None:
+    """An unsafe fix that writes another pattern for a rule's `name`, in single quotes; None where that can't be done."""
+    several_lines = name.span.start.line != name.span.end.line
+    if several_lines or "'" in pattern or not pattern.isprintable() or check_regex(pattern) is not None:
+        return None
+    return Fix(title, (Edit(name.file, name.span, f"'{pattern}'"),), safe=False)
 
 
 def _escaped(pattern: str, at: int) -> bool:

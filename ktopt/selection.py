@@ -55,7 +55,7 @@ def _report_nothing(rule: Rule, matches: Matches, report: Report) -> None:
     same_line = {d.code for d in report if d.file == found.origin.file and d.span.start.line == found.origin.span.start.line}
     if found.code in same_line or "KT308" in same_line:
         return
-    report.error(found.code, found.message, found.origin, help=found.help, related=found.related)
+    report.error(found.code, found.message, found.origin, help=found.help, related=found.related, fix=found.fix)
 
 
 def owners(modules: int, matches: Matches) -> dict[int, int]:

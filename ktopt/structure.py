@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from ktopt.diagnostics import Related, Report, Severity
+from ktopt.diagnostics import Fix, Related, Report, Severity
 from ktopt.families import in_words, inner_name
 from ktopt.graph import Module
 from ktopt.match import Decision, Matches
 from ktopt.numbers import in_words as numbers_in_words
 from ktopt.placement import device_kind
+from ktopt.regex_check import pattern_fix
 from ktopt.ruleset import NameClass, Rule
 from ktopt.source import Origin
 from ktopt.treeindex import members
@@ -217,7 +219,16 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
         )
         related = [Related("the attention that absorbs it", attention.replace.origin)]
         help = r"add (?!.*self_attn\.kv_b_proj) to the pattern" if op.packs else None
-        report.report("KT601", severity, message, _name_origin(rule), help=help, related=related)
+        fix = _without_kv_b_proj(rule) if op.packs else None
+        report.report("KT601", severity, message, _name_origin(rule), help=help, related=related, fix=fix)
+
+
+def _without_kv_b_proj(rule: Rule) -> Fix | None:
+    """The rule's pattern with a look-ahead that leaves kv_b_proj out, where the pattern is anchored and has one branch."""
+    name = rule.match.name if isinstance(rule.match, NameClass) else None
+    if not name or not name.startswith("^") or "|" in re.sub(r"\([^()]*\)", "", name):
+        return None
+    return pattern_fix("leave kv_b_proj out", _name_origin(rule), r"^(?!.*self_attn\.kv_b_proj)" + name[1:])
 
 
 def _check_experts(matches: Matches, report: Report) -> None:
