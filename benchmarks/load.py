@@ -1,10 +1,11 @@
 """How long loading SmolLM2 takes and how much memory, beside the least that it could.
 
-    python benchmarks/load.py [--runs N] [--json FILE] [--rules FILE ...]
+    python benchmarks/load.py [--runs N] [--json FILE] [--rules FILE ...] [--threads N]
 
 Time: `ktopt.apply` of a plan in hand, against reading the file's bytes from page cache plus dequantising every tensor that the plan
-holds dequantised (and copying the others). Memory: the process's peak over that of one with the same imports and one small matrix product, against the plan's bytes plus
-the largest tensor. Resident pages of mapped files are counted apart: the system may take them back at any time.
+holds dequantised (and copying the others). Memory: the process's peak over that of one with the same imports and one small matrix
+product, against the plan's bytes plus the largest tensor. Resident pages of mapped files are counted apart: the system may take
+them back at any time. On a busy machine --threads 1 gives steadier times.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 
 torch.ones(8, 8) @ torch.ones(8, 8)
 rules, weights = sys.argv[1:3]
+if int(sys.argv[3]):
+    torch.set_num_threads(int(sys.argv[3]))
 
 def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key + ":"))
@@ -81,12 +84,12 @@ report(read=read, opened=opened, dequantised=time.perf_counter() - start, larges
 )
 
 
-def measure(rules: Path, weights: Path, runs: int) -> list[Row]:
+def measure(rules: Path, weights: Path, runs: int, threads: int) -> list[Row]:
     found: dict[str, list[dict[str, Any]]] = {"baseline": [], "apply": [], "floor": []}
     with tempfile.TemporaryDirectory() as cache:
         for _ in range(runs):  # in turn, so that a busy moment hits all three
             for what, code in (("baseline", BASELINE), ("floor", FLOOR), ("apply", APPLY)):
-                result, _ = child_json(code, Path(cache), str(rules), str(weights))
+                result, _ = child_json(code, Path(cache), str(rules), str(weights), str(threads))
                 found[what].append(result)
     name = f"{rules.parent.name}/{rules.name}"
     read = row(f"{name}: reading the bytes", [f["read"] * 1e3 for f in found["floor"]])
@@ -108,10 +111,11 @@ def measure(rules: Path, weights: Path, runs: int) -> list[Row]:
 def main() -> None:
     parser = arguments("How long loading SmolLM2 takes, and its peak memory.", runs=5)
     parser.add_argument("--rules", type=Path, nargs="+", help="rule files (default: the shipped ones for SmolLM2)")
+    parser.add_argument("--threads", type=int, default=0, help="torch's threads (default: its own choice)")
     options = parser.parse_args()
     weights = demo_weights()
     rules = options.rules or sorted((ROOT / "rules" / "smollm2").glob("*.yaml"))
-    rows = [line for path in rules for line in measure(path.resolve(), weights, options.runs)]
+    rows = [line for path in rules for line in measure(path.resolve(), weights, options.runs, options.threads)]
     show(f"loading {weights.name}", rows, options.json)
 
 
