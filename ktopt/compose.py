@@ -15,7 +15,7 @@ import yaml
 
 from ktopt.diagnostics import Report
 from ktopt.source import Mapping, Node, Origin, Position, Scalar, Sequence, SourceFile, Span
-from ktopt.yaml_errors import explain
+from ktopt.yaml_errors import escape_fix, explain
 
 MAX_DEPTH = 100
 MAX_NODES = 30_000
@@ -72,7 +72,8 @@ def compose(source: SourceFile, report: Report, budget: Budget) -> Node | None:
         return None
     except yaml.YAMLError as error:
         span, message, help = explain(error, source)
-        report.error("KT101", message, Origin(source.path, span), help=help)
+        fix = escape_fix(source, span) if "unknown escape" in message else None
+        report.error("KT101", message, Origin(source.path, span), help=help, fix=fix)
         return None
 
 

@@ -16,8 +16,9 @@ from ktopt.compose import Budget, compose
 from ktopt.diagnostics import Diagnostic, Edit, Fix, KtoptError, Report
 from ktopt.source import SourceFile
 
-MAX_ROUNDS = 20
-"""A fix can bring another finding to light, which is mended in the next round. Real files need two or three."""
+MAX_ROUNDS = 100
+"""A fix can bring another finding to light, which is mended in the next round. Real files need two or three, but YAML stops at the
+first wrong escape of many."""
 
 Check = Callable[[SourceFile], Sequence[Diagnostic]]
 

@@ -183,7 +183,10 @@ class KwargsReader:
             return {"help": "remove the quotes", "fix": self.shape.rewrite("remove the quotes", node, text)}
         default = self.defaults[name]
         if default is not MISSING and default is not None:
-            return {"help": f"such as `{problem.key}: {default}`, which is what it is when the key is absent"}
+            help = f"such as `{problem.key}: {default}`, which is what it is when the key is absent"
+            empty = isinstance(node, Scalar) and node.value is None and node.raw and isinstance(default, str)
+            fix = self.shape.rewrite(f"write {default}", node, f'"{default}"', safe=False) if empty and node else None
+            return {"help": help, "fix": fix}
         return {}
 
     def check_ops(self, config: OperatorConfig, nodes: Map[str, Node]) -> None:

@@ -5,10 +5,12 @@ Both of PyYAML's scanners (the C one and the Python one) word their errors their
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
 
+from ktopt.diagnostics import Edit, Fix
 from ktopt.source import SourceFile, Span
 
 
@@ -93,6 +95,22 @@ def _explain_escape(text: str, line: int, column: int) -> tuple[Span, str, str |
         message,
         "in double quotes YAML reads the backslashes itself; in single quotes it leaves them alone",
     )
+
+
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"' r"|'(?:[^']|'')*'")
+
+
+def escape_fix(source: SourceFile, span: Span) -> Fix | None:
+    """For an unknown escape in double quotes: the scalar in single quotes, where every backslash in it is single and a regex's."""
+    line = source.lines[span.start.line - 1]
+    for quoted in _QUOTED.finditer(line):
+        text = quoted[1]
+        if quoted.start() < span.start.column - 1 < quoted.end() and text is not None:
+            if "'" in text or '\\"' in text or "\\\\" in text:
+                return None
+            place = Span.at(span.start.line, quoted.start() + 1, quoted.end() - quoted.start())
+            return Fix("use single quotes", (Edit(source.path, place, f"'{text}'"),))
+    return None
 
 
 def _explain_start(character: str) -> tuple[str, str | None]:

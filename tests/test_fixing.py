@@ -6,10 +6,13 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
+from rulefiles import CASES, needs_cases
 
+from ktopt.compiler import run_stages
 from ktopt.diagnostics import Diagnostic, Edit, Fix, KtoptError, Severity
 from ktopt.fixing import apply_edits, choose, fix_source, unified_diff, write_atomically
 from ktopt.source import Position, SourceFile, Span
@@ -146,3 +149,104 @@ class TestWrite:
             write_atomically(SourceFile(str(path), "a: 1\n"), "a: 2\n")
         assert [p.name for p in tmp_path.iterdir()] == ["r.yaml"]
         assert path.read_text() == "a: 1\n"
+
+
+SAFE = {"01", "02", "03", "08", "12", "13"}
+"""Shared cases that have one certain fix."""
+GUESSED = {"05", "10", "11", "14", "15", "17", "20", "21"}
+"""Those whose fix guesses what was meant."""
+
+
+def mended(text: str, model: str | None = None, *, unsafe: bool = False) -> tuple[str, list[str]]:
+    """A text after fixing, and the codes of what is left."""
+    fixed = fix_source(SourceFile("r.yaml", text), lambda source: run_stages(source, model).report.sorted(), unsafe=unsafe)
+    assert fixed.settled
+    return fixed.source.text, [d.code for d in fixed.left if d.severity is not Severity.INFO]
+
+
+class TestSharedCases:
+    @needs_cases
+    @pytest.mark.parametrize("number", sorted(SAFE | GUESSED))
+    def test_a_case_with_a_fix_checks_clean_on_the_model_after_it(self, number: str) -> None:
+        text = next(CASES.glob(f"bad_rules/{number}-*.yaml")).read_text(encoding="utf-8")
+        model = "deepseek-v3"
+        after, left = mended(text, model, unsafe=number in GUESSED)
+        assert after != text
+        before = {d.code for d in run_stages(SourceFile("r.yaml", text), model).report.errors}
+        assert before
+        assert not before & set(left), left
+        assert mended(after, model, unsafe=True)[0] == after
+
+    @needs_cases
+    @pytest.mark.parametrize("number", sorted(GUESSED))
+    def test_a_guess_is_not_made_without_being_asked_for(self, number: str) -> None:
+        text = next(CASES.glob(f"bad_rules/{number}-*.yaml")).read_text(encoding="utf-8")
+        assert mended(text, "deepseek-v3")[0] == text
+
+    @needs_cases
+    @pytest.mark.parametrize("path", sorted(CASES.glob("upstream_rules/*.yaml")), ids=lambda path: path.name)
+    def test_safe_fixes_never_touch_upstreams_files(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        assert mended(text)[0] == text
+
+
+def rule(replace: str, match: str = "{name: '^lm_head$'}", rest: str = "") -> str:
+    return f"- match: {match}\n  replace: {replace}\n{rest}"
+
+
+class TestStages:
+    @pytest.mark.parametrize(
+        ("wrong", "right"),
+        [
+            (rule("{class: default, kwargs: {prefill_device: cpu, generate_device: CPU}}"), 'generate_device: "cpu"'),
+            (rule("{class: default, kwargs: {generate_device: cpu}}", rest="  recursive: 0\n"), "recursive: false"),
+            ("- match: {name: a}\n  replace:\n    class: KTransformersLinear\n    kwargs:\n", "class: KTransformersLinear\n"),
+            ("rules:\n- match: class=Linear\n  replace: default\n  kwargs: {generate_device: cpu}\n", "version: 1\nrules:\n"),
+        ],
+    )
+    def test_a_certain_mistake_is_mended_by_a_safe_fix(self, wrong: str, right: str) -> None:
+        after, left = mended(wrong)
+        assert right in after
+        assert left == []
+
+    @pytest.mark.parametrize(
+        ("wrong", "right"),
+        [
+            (rule("{class: default, kwargs: {prefill_device: cuda}}"), "{generate_device: cuda, prefill_device: cuda}"),
+            (rule("{class: default, kwargs: {generate_device: gpu}}"), 'generate_device: "cuda:0"'),
+            (rule("{class: default, kwargs: {generate_device: cpu}}", "{name: '^layers\\.[10-19]\\.'}"), r"layers\.(1[0-9])\."),
+            (rule("{clas: default, kwargs: {generate_device: cpu}}"), "{class: default"),
+        ],
+    )
+    def test_a_likely_one_by_an_unsafe_fix_only(self, wrong: str, right: str) -> None:
+        assert mended(wrong)[0] == wrong
+        after, left = mended(wrong, unsafe=True)
+        assert right in after
+        assert left == []
+
+    def test_every_wrong_escape_of_a_file_is_mended_though_yaml_stops_at_the_first(self) -> None:
+        one = dedent("""\
+            - match:
+                name: "^model\\.layers\\.%d\\.mlp$"
+              replace: {class: default, kwargs: {generate_device: cpu}}
+            """)
+        after, left = mended("".join(one % layer for layer in range(30)))
+        assert left == []
+        assert [r["match"]["name"] for r in yaml.safe_load(after)] == [rf"^model\.layers\.{layer}\.mlp$" for layer in range(30)]
+
+    @pytest.mark.parametrize("name", [r'"a\.b\\.c"', r'"it\.\'s"', r'"\.\"x"'])
+    def test_a_scalar_whose_backslashes_are_not_all_alike_is_left_to_the_author(self, name: str) -> None:
+        text = f"- match: {{name: {name}}}\n  replace: {{class: default}}\n"
+        assert mended(text, unsafe=True) == (text, ["KT101"])
+
+    def test_an_open_layer_number_is_closed(self) -> None:
+        linear = "{class: KTransformersLinear, kwargs: {generate_device: cpu, generate_op: KLinearTorch}}"
+        text = rule(linear, "{name: '^model\\.layers\\.1.*_proj$', class: torch.nn.Linear}")
+        after, left = mended(text, "smollm2-135m", unsafe=True)
+        assert r"layers\.1\..*_proj$" in after
+        assert "KT305" not in left
+
+    def test_a_class_of_another_package_is_replaced_by_the_models_own(self) -> None:
+        text = rule("{class: default, kwargs: {generate_device: cpu}}", "{class: modeling.LlamaAttentions}")
+        after, _ = mended(text, "smollm2-135m", unsafe=True)
+        assert "LlamaAttention}" in after
