@@ -51,6 +51,11 @@ COMMANDS = {
     "doctor": Command("doctor", "say what this machine has that ktopt can use", "ktopt doctor"),
     "explain": Command("explain", "print the page of a finding's code", "ktopt explain KT302"),
     "fmt": Command("fmt", "bring rule files into their normal form, comments kept", "ktopt fmt rules/smollm2/cpu.yaml --diff"),
+    "init": Command(
+        "init",
+        "write a first rule file for a model on a machine",
+        "ktopt init --model qwen3-30b-a3b --hardware 1x24GB -o rules.yaml",
+    ),
     "migrate": Command(
         "migrate", "turn a list-form rule file into the native form", "ktopt migrate old.yaml --model deepseek-v3 -o new.yaml"
     ),

@@ -18,7 +18,7 @@ Parts = dict[str, Layers]
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rule chooses: any of `parts`, of the class `cls` (a selector's value; None for any). `plain` where no regex is left."""
+    """What a rule chooses: any of `parts`, of the class `cls` (a selector's value; None for any). `plain` if no regex is left."""
 
     parts: Mapping[str, Layers]
     cls: str | None
