@@ -7,7 +7,7 @@ is too small) is a diagnostic at the rule that asked for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,36 +137,34 @@ class _Planner:
         assert default is not None
         self.default = default
         self.rulings: dict[tuple[Any, ...], _Ruling] = {}
-        self.byte_counts: dict[tuple[int, int], int] = {}
 
     def steps(self) -> tuple[Step, ...]:
+        """A row for each module. Modules that are alike share all of their row but the path, which makes 75,000 rows cheap."""
         made: list[Step] = []
-        roles: dict[tuple[int, bool], str] = {}
-        decisions = self.matches.decisions
-        for module in self.graph.modules:
-            decision = decisions[module.index]
-            key = (id(module.cls), module.path.endswith("experts"))
-            role = roles.get(key)
-            if role is None:
-                role = roles[key] = module.role
-            if decision.closed_by is not None:
-                made.append(self._closed(module, role, made[decision.closed_by], decision.closed_by))
-            else:
-                made.append(self._step(module, role, decision))
+        tails: dict[tuple[int, int, int, bool], tuple[Any, ...]] = {}
+        new = tuple.__new__
+        for module, decision in zip(self.graph.modules, self.matches.decisions, strict=True):
+            key = (id(module.cls), id(module.tensors), id(decision), module.path.endswith("experts"))
+            tail = tails.get(key)
+            if tail is None:
+                tail = tails[key] = self._tail(module, decision, made)
+            made.append(new(Step, (module.path, *tail)))
         return self._tie(tuple(made))
 
-    def _step(self, module: Module, role: str, decision: Decision) -> Step:
+    def _tail(self, module: Module, decision: Decision, made: Sequence[Step]) -> tuple[Any, ...]:
+        """All of a row but its path, in the order of Step's fields."""
+        if decision.closed_by is not None:
+            return self._closed_tail(module, made[decision.closed_by], self._ruling(self.matches.decisions[decision.closed_by]))
         ruling = self._ruling(decision)
-        return Step(
-            module.path,
+        return (
             module.cls.name,
-            role,
+            module.role,
             ruling.spec.name,
             ruling.kwargs,
             ruling.prefill_device,
             ruling.generate_device,
             self.dtype,
-            self._bytes(module, ruling) if module.tensors else 0,
+            self._bytes(module, ruling),
             decision.rule,
             decision.alias,
             ruling.replicas,
@@ -175,32 +173,27 @@ class _Planner:
             ruling.notes,
         )
 
-    def _closed(self, module: Module, role: str, owner: Step, owner_index: int) -> Step:
+    def _closed_tail(self, module: Module, owner: Step, ruling: _Ruling) -> tuple[Any, ...]:
         """A module below one whose rule has `recursive: false`: it is that operator's, and no rule's of its own."""
-        count = self._bytes(module, self._ruling(self.matches.decisions[owner_index])) if module.tensors else 0
-        return Step(
-            module.path,
+        return (
             module.cls.name,
-            role,
+            module.role,
             "default",
             _NO_KWARGS,
             owner.prefill_device,
             owner.generate_device,
             self.dtype,
-            count,
+            self._bytes(module, ruling),
             None,
             "",
             (),
             owner.path,
+            _NO_KWARGS,
+            (),
         )
 
     def _bytes(self, module: Module, ruling: _Ruling) -> int:
-        key = (id(module.tensors), id(ruling))
-        count = self.byte_counts.get(key)
-        if count is None:
-            count = ruling.spec.footprint(module, ruling.config, self.dtype).weight_bytes
-            self.byte_counts[key] = count
-        return count
+        return ruling.spec.footprint(module, ruling.config, self.dtype).weight_bytes if module.tensors else 0
 
     def _ruling(self, decision: Decision) -> _Ruling:
         key = (decision.rule, decision.place, decision.alias_rules, decision.also)

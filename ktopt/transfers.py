@@ -20,8 +20,7 @@ _SPINE_ROLES = ("causal_lm", "model")
 
 def derive_transfers(graph: ModuleGraph, steps: Sequence[Step]) -> tuple[Transfer, ...]:
     """The transfers of a placement, in the order of the tree."""
-    used = {step.generate_device for step in steps if step.weight_bytes or step.replicas}
-    used |= {step.generate_device for step in steps if step.rule is not None}
+    used = {step.generate_device for step in steps if step.weight_bytes or step.rule is not None}
     if len(used) < 2:
         return ()
     homes = module_homes(graph, steps)
