@@ -14,7 +14,7 @@ from ktopt.compiler import run_stages
 from ktopt.diagnostics import KtoptError
 from ktopt.fmt import format_text
 from ktopt.graph import Module, ModuleGraph
-from ktopt.layout import SHARE_OF_MEMORY, Layout, lay_out, measure
+from ktopt.layout import SHARE_OF_MEMORY, lay_out, measure
 from ktopt.numbers import runs
 from ktopt.operator import OperatorSpec
 from ktopt.placement import Hardware

@@ -85,7 +85,7 @@ def lay_out(sizes: Sizes, hardware: Hardware | None, share: float = SHARE_OF_MEM
     """
     devices = [d for d in hardware.devices if d.kind != "cpu"] if hardware else []
     order = sorted(sizes.layers)
-    has_experts = set() if sizes.experts else None
+    has_experts: set[int] | None = set() if sizes.experts else None
     if not devices or not order:
         return Layout(dict.fromkeys(order, "cpu"), has_experts)
     room = [int(device.memory_bytes * share) for device in devices]
