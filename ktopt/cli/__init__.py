@@ -60,6 +60,7 @@ COMMANDS = {
         "migrate", "turn a list-form rule file into the native form", "ktopt migrate old.yaml --model deepseek-v3 -o new.yaml"
     ),
     "schema": Command("schema", "print a JSON Schema, for editors", "ktopt schema ruleset"),
+    "completion": Command("completion", "print a script that makes a shell complete ktopt", "ktopt completion bash"),
 }
 
 

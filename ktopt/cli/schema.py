@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from ktopt.diagnostics import UsageError
 
@@ -12,8 +13,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="such as ruleset or plan; none lists them")
 
 
+def schemas() -> dict[str, Traversable]:
+    """The schemas by name."""
+    return {f.name.removesuffix(".schema.json"): f for f in files("ktopt.schemas").iterdir() if f.name.endswith(".schema.json")}
+
+
 def run(args: argparse.Namespace) -> int:
-    found = {f.name.removesuffix(".schema.json"): f for f in files("ktopt.schemas").iterdir() if f.name.endswith(".schema.json")}
+    found = schemas()
     if args.name is None:
         print("\n".join(sorted(found)))
         return 0
