@@ -55,6 +55,7 @@ class SettingsFinder:
         folder = Path.cwd() if rules == "-" else Path(rules).resolve().parent
         for above in (folder, *folder.parents):
             if above not in self.known:
+                self.known[above] = None  # so that it counts as looked for, should reading it fail
                 self.known[above] = _read(above / "pyproject.toml")
             found = self.known[above]
             if found is not None:

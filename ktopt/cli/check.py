@@ -78,7 +78,13 @@ class Session:
     machines: dict[str | None, dict[str, Any]] = field(default_factory=dict)
     targets: dict[Settings, Target] = field(default_factory=dict)
     stdin: SourceFile | None = None
-    read_paths: set[str] = field(default_factory=set)
+    finder: SettingsFinder = field(default_factory=SettingsFinder)
+    texts: set[str] = field(default_factory=set)
+
+    @property
+    def read_paths(self) -> set[str]:
+        """Every file that the last check looked at."""
+        return self.texts | self.finder.paths
 
     def forget(self) -> None:
         """Before another round: settings may have changed since. Models and machines are kept."""
@@ -109,17 +115,17 @@ class Session:
 
     def check_all(self) -> list[FileCheck]:
         """Every file's check, in the order given."""
-        finder = SettingsFinder()
+        self.finder = SettingsFinder()
         files = [file for name in self.args.rules for file in rule_files(name)]
-        checks = [self.check(name, finder) for name in files]
-        self.read_paths = {path for check in checks for path in (check.file, *check.sources)} | finder.paths
+        checks = [self.check(name) for name in files]
+        self.texts = {path for check in checks for path in (check.file, *check.sources)}
         imported = {os.path.realpath(path) for c in checks for path in c.sources if path != c.file}
         if imported:
             checks = [_as_imported(check) if os.path.realpath(check.file) in imported else check for check in checks]
         return checks
 
-    def check(self, name: str, finder: SettingsFinder) -> FileCheck:
-        target = self.target(finder.of(self.args.stdin_filename or name if name == "-" else name))
+    def check(self, name: str) -> FileCheck:
+        target = self.target(self.finder.of(self.args.stdin_filename or name if name == "-" else name))
         try:
             source = self.read(name)
         except CompileError as error:
