@@ -49,7 +49,7 @@ Cli = Callable[..., Result]
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    for name in ("FORCE_COLOR", "NO_COLOR", "KTOPT_TRACEBACK"):
+    for name in ("FORCE_COLOR", "NO_COLOR", "KTOPT_TRACEBACK", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
 
     def call(*arguments: str) -> Result:
