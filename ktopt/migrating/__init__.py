@@ -20,13 +20,13 @@ from ktopt.diagnostics import CompileError, KtoptError, Severity
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches
 from ktopt.migrating.drafts import Draft, Old, group, read_old
-from ktopt.migrating.places import exceptions, homes, needs, place_map
+from ktopt.migrating.places import by_device, exceptions, homes, needs, place_map
 from ktopt.migrating.proof import Difference, compared, difference
 from ktopt.migrating.remarks import Remarks, read_remarks
 from ktopt.migrating.trees import Tree, likely_models
 from ktopt.migrating.writing import name_drafts, native_text
 from ktopt.numbers import in_words
-from ktopt.plan import Plan
+from ktopt.plan import Plan, Step
 from ktopt.ruleset import RuleSet
 from ktopt.source import SourceFile
 
@@ -85,15 +85,17 @@ def _compiled(source: SourceFile, graph: ModuleGraph) -> tuple[Matches, Plan]:
 
 @dataclass
 class _State:
-    """How far the rules have been taken back: rules on their own, rules by name and class, placing rules that stay rules."""
+    """How far the rules have been taken back: rules on their own, rules by name and class, placing rules that stay rules, and
+    modules that need a line of their own, each with its device."""
 
     apart: set[int] = field(default_factory=set)
     literal: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
+    left: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def size(self) -> int:
-        return len(self.apart) + len(self.literal) + len(self.kept)
+        return len(self.apart) + len(self.literal) + len(self.kept) + len(self.left)
 
 
 class _Migrator:
@@ -122,7 +124,7 @@ class _Migrator:
         state = _State(kept={old.index for old in self.olds if old.only_places and self._stands_before_others(old)})
         while True:
             drafts = self.drafts(state)
-            text = self.text(drafts)
+            text = self.text(drafts, state)
             differences = self.prove(text)
             if not differences:
                 return self.migration(text, drafts, state)
@@ -147,9 +149,10 @@ class _Migrator:
         name_drafts(drafts, self.trees)
         return drafts
 
-    def text(self, drafts: Sequence[Draft]) -> str:
+    def text(self, drafts: Sequence[Draft], state: _State) -> str:
         olds = [old for draft in drafts for old in draft.olds]
-        left = exceptions(olds, self.wanted, self.homes, self.trees, self.default)
+        elsewhere = exceptions(olds, self.wanted, self.homes, self.trees, self.default)
+        left = by_device([*elsewhere, *sorted(state.left)], self.trees)
         architectures = list(dict.fromkeys(name for graph in self.graphs for name in graph.architectures))
         name = PurePath(self.source.path).name if self.source.path != "-" else "a list-form file"
         models = ", ".join(graph.name for graph in self.graphs)
@@ -209,15 +212,21 @@ class _Migrator:
     def take_back(self, state: _State, drafts: Sequence[Draft], found: Sequence[tuple[Difference, Compilation]]) -> None:
         """Take the rules that the differences concern one step back: apart, then by name and class."""
         concerned: set[int] = set()
+        before = len(state.left)
         for differs, new in found:
             number = next(i for i, graph in enumerate(self.graphs) if graph.name == differs.model)
             for path in differs.paths:
+                if new.plan is not None and self._only_elsewhere(self.plans[number].by_path[path], new.plan.by_path[path]):
+                    state.left.add((self.plans[number].by_path[path].generate_device, path))
+                    continue
                 decision = self.matches[number].decisions[self.graphs[number].by_path[path].index]
                 concerned |= {*decision.alias_rules, *([decision.rule] if decision.rule is not None else [])}
                 step = new.plan.by_path[path] if new.plan else None
                 if step is not None and step.rule is not None and step.rule < len(drafts):
                     concerned |= {old.index for old in drafts[step.rule].olds}
         concerned -= state.literal
+        if not concerned and len(state.left) > before:
+            return
         fresh = concerned - state.apart
         if fresh:
             state.apart |= fresh
@@ -226,6 +235,12 @@ class _Migrator:
             state.literal |= concerned
         else:
             state.literal |= {old.index for old in self.olds if any(old.wins)}
+
+    @staticmethod
+    def _only_elsewhere(old: Step, new: Step) -> bool:
+        """Whether a module that both files leave as it is has but another device."""
+        plain = old.operator == new.operator == "default" and new.rule is None and not old.inside and not old.replicas
+        return plain and old.generate_device == old.prefill_device != new.generate_device
 
     def migration(self, text: str, drafts: Sequence[Draft], state: _State) -> Migration:
         notes = [f"left out {self.dead_note(old)}" for old in self.dead]

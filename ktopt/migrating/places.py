@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ktopt.match import Matches
@@ -83,7 +83,7 @@ def _outside(wanted: Sequence[dict[int, str]], trees: Sequence[Tree]) -> dict[st
     """Modules outside of layers, by path. Those that have older paths inside layers are placed by these."""
     found: dict[str, str] = {}
     for tree, places in zip(trees, wanted, strict=True):
-        for at, device in places.items():
+        for at, device in sorted(places.items()):
             module = tree.graph.modules[at] if at < tree.index.size else None
             if module is not None and module.layer is None and module.path and _LAYER.search(module.path) is None:
                 found.setdefault(module.path, device)
@@ -106,18 +106,25 @@ def homes(lines: PlaceMap, trees: Sequence[Tree]) -> list[dict[int, str]]:
 
 def exceptions(
     olds: Sequence[Old], wanted: Sequence[dict[int, str]], homes: Sequence[dict[int, str]], trees: Sequence[Tree], default: str
-) -> dict[str, str]:
-    """Modules that the map puts elsewhere than they have to be, and that no rule of the new file takes: device -> selector."""
+) -> list[tuple[str, str]]:
+    """Modules that the map puts elsewhere than they have to be, and that no rule of the new file takes: (device, path)."""
     ruled = [0] * len(trees)
     for old in olds:
         ruled = [a | b for a, b in zip(ruled, old.wins, strict=True)]
-    found: dict[tuple[str, str], set[int]] = {}
+    found: list[tuple[str, str]] = []
     for tree, places, home, by_rule in zip(trees, wanted, homes, ruled, strict=True):
         for at, device in places.items():
             if (home.get(at) or default) != device and not by_rule >> at & 1:
-                path = tree.index.path(at)
-                number = _LAYER.search(path)
-                found.setdefault((device, _LAYER.sub("*", path)), set()).add(int(number[0]) if number else -1)
+                found.append((device, tree.index.path(at)))
+    return found
+
+
+def by_device(modules: Iterable[tuple[str, str]], trees: Sequence[Tree]) -> dict[str, str]:
+    """Modules, each with its device, as a selector for each device: a glob for those that differ in their layer alone."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for device, path in modules:
+        number = _LAYER.search(path)
+        found.setdefault((device, _LAYER.sub("*", path)), set()).add(int(number[0]) if number else -1)
     lines: dict[str, list[str]] = {}
     for (device, path), layers in found.items():
         every = {m.layer for tree in trees for m in tree.graph.modules if m.layer is not None and _LAYER.sub("*", m.path) == path}

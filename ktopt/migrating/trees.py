@@ -92,12 +92,13 @@ def likely_models(ruleset: RuleSet) -> list[ModuleGraph]:
 
 
 def _misfit(ruleset: RuleSet, tree: Tree) -> tuple[int, int]:
-    """How many of the rules take nothing, and in how many layers none takes anything."""
+    """How many of the rules take nothing, and how many layers come after the last in which one takes something."""
     taken = [tree.takes(_match(rule)) for rule in ruleset.rules]
     together = 0
     for places in taken:
         together |= places
-    return sum(not places for places in taken), sum(not places & together for places in tree.index.layers.values())
+    reached = max((layer for layer, places in tree.index.layers.items() if places & together), default=tree.last_layer)
+    return sum(not places for places in taken), tree.last_layer - reached
 
 
 def _match(rule: Rule) -> NameClass:

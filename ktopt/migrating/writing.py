@@ -40,14 +40,15 @@ def native_text(
     for device, text in places.texts().items():
         lines += [f"  {comment}" for comment in place_comments.get(device, ())]
         lines.append(f"  {string(device, 'key')}: {string(text)}")
-    lines.append("rules:")
+    lines += ["rules:"] * bool(drafts or left)
     for draft in drafts:
         lines += _rule(draft, trees)
     for device, text in left.items():
-        lines.append("  # no rule of the old file took these: they stay on its default device")
+        lines.append("  # these lie elsewhere than the place map has them")
         lines += ["  - id: " + f"left-on-{device.replace(':', '-')}", f"    match: {string(text)}", "    replace: default"]
         lines.append(f"    kwargs: {{generate_device: {device}}}")
-    lines += [f"  {text}" if text else "" for text in tidy(tail)]
+    indent = "  " * bool(drafts or left)
+    lines += [f"{indent}{text}" if text else "" for text in tidy(tail)]
     return format_text(SourceFile(path, "\n".join(lines) + "\n"))
 
 
