@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import CompileError, Diagnostic, Report
-from ktopt.graph import ModuleGraph
-from ktopt.match import Matches, match
 from ktopt.parse import parse, read_source
-from ktopt.placement import Hardware
-from ktopt.plan import Plan
-from ktopt.planning import PlanOptions, make_plan
-from ktopt.ruleset import RuleSet
-from ktopt.selection import check_selection
 from ktopt.source import Document, SourceFile
-from ktopt.trees import load_tree
 from ktopt.validate import validate
+
+if TYPE_CHECKING:
+    from ktopt.graph import ModuleGraph
+    from ktopt.match import Matches
+    from ktopt.placement import Hardware
+    from ktopt.plan import Plan
+    from ktopt.ruleset import RuleSet
 
 Rules = str | Path | SourceFile
 Model = Any
@@ -63,7 +62,11 @@ def run_stages(
 
     Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given.
     """
-    options = PlanOptions(device, dtype, hardware, remap or {})
+    given: dict[str, Any] = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap or {}}
+    if any(given.values()):
+        from ktopt.planning import PlanOptions
+
+        PlanOptions(**given)  # raises for what can't be meant, though there may come to be no plan
     report = Report()
     source = rules if isinstance(rules, SourceFile) else read_source(rules)
     document = parse(source, report)
@@ -71,11 +74,23 @@ def run_stages(
     model = weights if model is None else model
     if model is None:
         return Compilation(document, ruleset, None, None, None, report)
+    return _on_model(document, ruleset, model, given, report)
+
+
+def _on_model(document: Document, ruleset: RuleSet | None, model: Model, given: Mapping[str, Any], report: Report) -> Compilation:
+    """The stages that need a model's tree; a check without one imports none of them."""
+    from ktopt.graph import ModuleGraph
+    from ktopt.match import match
+    from ktopt.planning import PlanOptions, make_plan
+    from ktopt.selection import check_selection
+    from ktopt.trees import load_tree
+
+    options = PlanOptions(**given)
     graph = model if isinstance(model, ModuleGraph) else load_tree(model)
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
-    matches = match(ruleset, graph, hardware, report)
+    matches = match(ruleset, graph, options.hardware, report)
     check_selection(matches, report)
     if report.stops_plan:
         return Compilation(document, ruleset, graph, matches, None, report)

@@ -148,9 +148,11 @@ class Session:
         if settings not in self.targets:
             args = self.args
             fail_on = args.fail_on or settings.fail_on or "error"
+            models = tuple((name, self.tree(name)) for name in self.models(settings))
+            weights = {"weights": args.weights} if models and args.weights else {}
             self.targets[settings] = Target(
-                models=tuple((name, self.tree(name)) for name in self.models(settings)),
-                options=self.options(args.hardware or settings.hardware),
+                models=models,
+                options={**self.options(args.hardware or settings.hardware), **weights},
                 codes=CodeFilter(
                     _codes(args.select, "--select", settings.select), _codes(args.ignore, "--ignore", settings.ignore)
                 ),
@@ -182,7 +184,7 @@ class Session:
     def options(self, hardware: str | None) -> dict[str, Any]:
         if hardware not in self.machines:
             args = argparse.Namespace(**{**vars(self.args), "hardware": hardware})
-            self.machines[hardware] = {**compile_options(args), "weights": self.args.weights}
+            self.machines[hardware] = compile_options(args)
         return self.machines[hardware]
 
     @property
