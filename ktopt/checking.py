@@ -154,12 +154,18 @@ def _not_reached() -> dict[str, str]:
 
 
 def _joined(found: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
-    """The findings of all models, each once. What isn't found on all of them says on which."""
-    models: dict[Diagnostic, list[str]] = {}
+    """The findings of all models, those that say the same at the same place once. What isn't found on all says on which; a fix that
+    isn't the same on all is left out."""
+    alike: dict[Any, list[tuple[str, Diagnostic]]] = {}
     for name, diagnostics in found.items():
-        for diagnostic in diagnostics:
-            models.setdefault(diagnostic, []).append(name)
-    joined = [d if len(names) == len(found) else replace(d, models=tuple(names)) for d, names in models.items()]
+        for d in diagnostics:
+            alike.setdefault((d.code, d.severity, d.message, d.file, d.span), []).append((name, d))
+    joined = []
+    for entries in alike.values():
+        names = tuple(dict.fromkeys(name for name, _ in entries))
+        first = entries[0][1]
+        same_fix = all(d.fix == first.fix for _, d in entries)
+        joined.append(replace(first, models=() if len(names) == len(found) else names, fix=first.fix if same_fix else None))
     return sorted(joined, key=lambda d: d.sort_key)
 
 
