@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint generate setup clean
+.PHONY: demo test lint generate setup sanitize clean
 
 demo: $(STAMP)
 	@$(BIN)/ktopt run rules/smollm2/cpu.yaml --show-plan \
@@ -24,9 +24,13 @@ lint: $(STAMP)
 generate: $(STAMP)
 	$(BIN)/python -P scripts/generate.py
 
+# the C++ kernels under address, undefined-behaviour and thread sanitizers; takes some minutes
+sanitize: $(STAMP)
+	$(BIN)/python -P scripts/sanitize.py
+
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)

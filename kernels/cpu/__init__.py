@@ -1,0 +1,142 @@
+"""Matrix products on the CPU over weights as GGUF files store them: C++, chosen by what the CPU has.
+
+`_cpu` is the extension that setup.py builds from the C++ files here; where it is missing, `available` says why. The environment
+variable KTOPT_CPU_ISA forces an instruction set: avx512vnni, avx512, avx2 or scalar.
+
+Quantised weights meet activations rounded to 8 bits, one scale for each 32 of them, and sums are kept in float32; plain
+floating-point weights meet activations as they are. Legend: T tokens, R rows (outputs), C columns (inputs).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.weights.ggml_types import BY_NAME
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+KINDS = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+"""The storage types that have a kernel."""
+ISAS = ("avx512vnni", "avx512", "avx2", "scalar")
+"""Instruction sets that kernels are written for, best first; `isas` tells which run here."""
+ISA_VARIABLE = "KTOPT_CPU_ISA"
+
+
+@cache
+def _extension() -> tuple[Any, str]:
+    """The extension, or None and why it can't be used."""
+    try:
+        from ktopt.kernels.cpu import _cpu  # type: ignore[attr-defined]
+    except ImportError as error:
+        return None, f"the CPU kernels were not built when ktopt was installed ({error}); install it where there is a C++ compiler"
+    forced = os.environ.get(ISA_VARIABLE)
+    if forced and not (forced in ISAS and _cpu.set_isa(forced)):
+        here = ", ".join(name for name in ISAS if _cpu.set_isa(name))
+        raise UsageError(f"{ISA_VARIABLE}={forced}: this CPU runs {here}")
+    return _cpu, ""
+
+
+def available() -> tuple[bool, str]:
+    """Whether the kernels can be used, and if not, why. UsageError where KTOPT_CPU_ISA names what this CPU can't run."""
+    extension, reason = _extension()
+    return extension is not None, reason
+
+
+def isa() -> str:
+    """The instruction set that the kernels run on."""
+    name: str = _needed().isa()
+    return name
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU can run, best first."""
+    extension, now = _needed(), isa()
+    found = tuple(name for name in ISAS if extension.set_isa(name))
+    extension.set_isa(now)
+    return found
+
+
+def use_isa(name: str | None) -> None:
+    """Run this instruction set from now on, in all threads; None for the best. UsageError for one that this CPU can't run."""
+    if not _needed().set_isa(name):
+        raise UsageError(f"this CPU can't run {name}; it runs {', '.join(isas())}")
+
+
+def _needed() -> Any:
+    extension, reason = _extension()
+    if extension is None:
+        raise KtoptError(reason)
+    return extension
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """A matrix (rows, columns) in the blocks of a storage type, in memory that `owner` keeps alive; made by `blocks`."""
+
+    kind: str
+    rows: int
+    columns: int
+    owner: Any
+    call: tuple[int, int, int, int, int]
+    """What the extension takes for it: type number, address, rows, columns, bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.call[4]
+
+
+def blocks(kind: str, rows: int, columns: int, data: numpy.ndarray[Any, Any], threads: int = 1) -> Blocks:
+    """A matrix from its stored bytes, uint8 of any shape, contiguous; nothing is copied.
+
+    KtoptError for a type without a kernel, for bytes that aren't rows * columns numbers of it, and for scales that are inf or NaN.
+    """
+    if kind not in KINDS:
+        raise KtoptError(f"there is no CPU kernel for the storage type {kind}")
+    layout = BY_NAME[kind]
+    expected = rows * layout.row_bytes(columns)
+    if columns % layout.block_elements or data.nbytes != expected or not data.flags.c_contiguous:
+        raise KtoptError(f"{rows} rows of {columns} numbers in {kind} take {expected} bytes, and {data.nbytes} were given")
+    made = Blocks(kind, rows, columns, data, (layout.number, data.ctypes.data, rows, columns, expected))
+    bad = _needed().first_bad_row(*made.call, threads)
+    if bad >= 0:
+        raise KtoptError(f"row {bad} has a scale that is infinite or not a number")
+    return made
+
+
+def linear(weight: Blocks, x_TC: torch.Tensor, out_TR: torch.Tensor, threads: int) -> None:
+    """out = x @ weight.T, written into `out`, whose rows may lie further apart than `weight.rows` (a slice of a wider result).
+
+    x (T, C) float32 or bfloat16, contiguous; out (T, R) float32, its last dimension contiguous; both on the CPU, T at least 1.
+    ValueError where shapes or dtypes don't fit. Releases the GIL; may be called from several threads at once.
+    """
+    tokens, columns = x_TC.shape
+    wide = x_TC.element_size() == 4
+    if columns != weight.columns or out_TR.shape != (tokens, weight.rows) or not x_TC.is_contiguous() or out_TR.stride(1) != 1:
+        raise ValueError(f"x {list(x_TC.shape)} and out {list(out_TR.shape)} don't fit {weight.rows} rows of {weight.columns}")
+    if out_TR.element_size() != 4 or not (wide or x_TC.element_size() == 2):
+        raise ValueError(f"x must be float32 or bfloat16 and out float32, not {x_TC.dtype} and {out_TR.dtype}")
+    _needed().linear(
+        *weight.call, x_TC.data_ptr(), not wide, tokens, out_TR.data_ptr(), out_TR.stride(0) if tokens > 1 else weight.rows, threads
+    )
+
+
+def dequantize(weight: Blocks, out_RC: torch.Tensor, threads: int, first: int = 0) -> None:
+    """Rows `first` to `first` + R of the weight as numbers, into `out` (R, C), float32 or bfloat16, contiguous, on the CPU.
+
+    float32 is what gguf's own dequantiser gives; bfloat16 is that rounded to nearest. ValueError where the shape doesn't fit.
+    """
+    rows, columns = out_RC.shape
+    if columns != weight.columns or first < 0 or first + rows > weight.rows or not out_RC.is_contiguous():
+        raise ValueError(f"out {list(out_RC.shape)} from row {first} doesn't fit {weight.rows} rows of {weight.columns}")
+    kind, address, _, _, nbytes = weight.call
+    row_bytes = nbytes // weight.rows
+    half = out_RC.element_size() == 2
+    _needed().dequantize(kind, address + first * row_bytes, rows, columns, rows * row_bytes, out_RC.data_ptr(), half, threads)

@@ -1,0 +1,118 @@
+// The Python module ktopt.kernels.cpu._cpu: numbers and addresses in, no tensors. kernels/cpu/__init__.py is its caller, and sees to it
+// that addresses are those of buffers large enough; sizes of weights are checked here once more.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include "linear.h"
+
+namespace {
+
+using ktopt::Matrix;
+
+// Arguments as whole numbers; false with an exception set where one isn't.
+bool numbers(const char* name, PyObject* const* given, Py_ssize_t count, Py_ssize_t wanted, long long* out) {
+    if (count != wanted) {
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        out[i] = PyLong_AsLongLong(given[i]);
+        if (out[i] == -1 && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+// A matrix from (kind, address, rows, columns, nbytes); false with an exception set where they don't fit together.
+bool matrix(const long long* n, Matrix& out) {
+    const char* reason = n[1] == 0 ? "the matrix has no address" : ktopt::refuses(n[0], n[2], n[3], n[4]);
+    if (reason != nullptr) {
+        PyErr_Format(PyExc_ValueError, "%s (type %lld, %lld rows of %lld, %lld bytes)", reason, n[0], n[2], n[3], n[4]);
+        return false;
+    }
+    out = {int(n[0]), reinterpret_cast<const uint8_t*>(uintptr_t(n[1])), n[2], n[3]};
+    return true;
+}
+
+template <class T>
+T* address(long long n) {
+    return reinterpret_cast<T*>(uintptr_t(n));
+}
+
+PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[11];
+    Matrix weight;
+    if (!numbers("linear", given, count, 11, n) || !matrix(n, weight)) return nullptr;
+    const long long x = n[5], bfloat16 = n[6], tokens = n[7], out = n[8], out_stride = n[9], threads = n[10];
+    if (x == 0 || out == 0 || tokens < 1 || tokens > (1 << 16) || out_stride < weight.rows) {
+        PyErr_SetString(PyExc_ValueError, "linear: the activations or the result don't fit the matrix");
+        return nullptr;
+    }
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = ktopt::linear(weight, address<void>(x), bfloat16 != 0, tokens, address<float>(out), out_stride, int(threads));
+    Py_END_ALLOW_THREADS
+    if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+PyObject* dequantize(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[8];
+    Matrix weight;
+    if (!numbers("dequantize", given, count, 8, n) || !matrix(n, weight)) return nullptr;
+    if (n[5] == 0) {
+        PyErr_SetString(PyExc_ValueError, "dequantize: the result has no address");
+        return nullptr;
+    }
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = ktopt::dequantize(weight, address<void>(n[5]), n[6] != 0, int(n[7]));
+    Py_END_ALLOW_THREADS
+    if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+PyObject* first_bad_row(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[6], row;
+    Matrix weight;
+    if (!numbers("first_bad_row", given, count, 6, n) || !matrix(n, weight)) return nullptr;
+    Py_BEGIN_ALLOW_THREADS
+    row = ktopt::first_bad_row(weight, int(n[5]));
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLongLong(row);
+}
+
+PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(ktopt::kernels().name); }
+
+PyObject* set_isa(PyObject*, PyObject* name) {
+    if (name == Py_None) return PyBool_FromLong(ktopt::set_isa(nullptr));
+    PyObject* bytes = PyUnicode_AsUTF8String(name);
+    if (bytes == nullptr) return nullptr;
+    const char* text = PyBytes_AsString(bytes);
+    PyObject* done = text == nullptr ? nullptr : PyBool_FromLong(ktopt::set_isa(text));
+    Py_DECREF(bytes);
+    return done;
+}
+
+template <class Function>
+PyCFunction fast(Function function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef methods[] = {
+    {"linear", fast(linear), METH_FASTCALL,
+     "linear(kind, address, rows, columns, nbytes, x, bfloat16, tokens, out, out_stride, threads)"},
+    {"dequantize", fast(dequantize), METH_FASTCALL,
+     "dequantize(kind, address, rows, columns, nbytes, out, bfloat16, threads)"},
+    {"first_bad_row", fast(first_bad_row), METH_FASTCALL,
+     "first_bad_row(kind, address, rows, columns, nbytes, threads)"},
+    {"isa", isa, METH_NOARGS, "the instruction set that runs"},
+    {"set_isa", set_isa, METH_O, "run this one, None for the best; False where this CPU lacks it"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cpu", "ktopt's CPU kernels", 0, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__cpu() { return PyModule_Create(&definition); }

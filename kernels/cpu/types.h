@@ -1,0 +1,80 @@
+// GGML's storage types by their numbers in GGUF files, and the layout that activations are quantised to.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ktopt {
+
+enum Kind : int {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30,
+};
+constexpr int KINDS = 31;
+
+// Numbers in a block, and its bytes; 0 and 0 for a type without a kernel.
+struct Layout {
+    int elements, bytes;
+};
+
+constexpr Layout layout_of(int kind) {
+    switch (kind) {
+    case F32: return {1, 4};
+    case F16: case BF16: return {1, 2};
+    case Q4_0: case IQ4_NL: return {32, 18};
+    case Q4_1: return {32, 20};
+    case Q5_0: return {32, 22};
+    case Q5_1: return {32, 24};
+    case Q8_0: return {32, 34};
+    case Q2_K: return {256, 84};
+    case Q3_K: return {256, 110};
+    case Q4_K: return {256, 144};
+    case Q5_K: return {256, 176};
+    case Q6_K: return {256, 210};
+    case IQ4_XS: return {256, 136};
+    default: return {0, 0};
+    }
+}
+
+constexpr bool is_float(int kind) { return kind == F32 || kind == F16 || kind == BF16; }
+
+// 256 activations. Each 32 of them share a scale: x is about q * d8. Past the end of a row all is zero.
+// s8 and s16 are the sums of q * d8 over 32 and 16 numbers: what a weight's offset is multiplied by.
+struct alignas(64) Activations {
+    int8_t q[256];
+    float d8[8];
+    float s8[8];
+    float s16[16];
+};
+
+constexpr int64_t activation_blocks(int64_t columns) { return (columns + 255) / 256; }
+
+// Rows [0, rows) of a matrix, `row_bytes` apart, times `tokens` vectors: out[t * out_stride + r]. `x` is Activations for quantised
+// kinds and float for the others, x_stride elements of it from a token to the next.
+using RowsFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t columns, const void* x, size_t x_stride,
+                              int64_t tokens, float* out, size_t out_stride);
+
+// One row as float32 or bfloat16.
+using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, float* out);
+
+// What one instruction set has.
+struct Kernels {
+    const char* name;
+    void (*quantize)(const float* x, int64_t columns, Activations* out);
+    void (*widen)(const uint16_t* bfloat16, int64_t count, float* out);
+    void (*narrow)(const float* x, int64_t count, uint16_t* bfloat16);
+    RowsFunction rows[KINDS];
+    DequantizeFunction dequantize[KINDS];
+};
+
+extern const Kernels scalar_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels, avx512_kernels, avx512vnni_kernels;
+#endif
+
+// The kernels that run. `set_isa` answers false for a name that this CPU can't run; null takes the best.
+const Kernels& kernels();
+bool set_isa(const char* name);
+bool has_isa(const char* name);
+
+}  // namespace ktopt

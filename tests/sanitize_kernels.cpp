@@ -1,0 +1,99 @@
+// Runs every CPU kernel on buffers that are exactly as large as they must be, under sanitizers: `make sanitize` builds and starts it.
+// Blocks are random bits, scales included, so results may be anything; reading past a buffer, or a race of threads, ends the program.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "linear.h"
+
+using namespace ktopt;
+
+namespace {
+
+std::mt19937 generator(1);
+
+std::unique_ptr<uint8_t[]> random_bytes(size_t count) {
+    std::unique_ptr<uint8_t[]> bytes(new uint8_t[count]);
+    for (size_t i = 0; i < count; i++) bytes[i] = uint8_t(generator());
+    return bytes;
+}
+
+// Whether both are about the same, or neither is finite.
+bool alike(float a, float b, float scale) {
+    if (!std::isfinite(a) || !std::isfinite(b)) return std::isfinite(a) == std::isfinite(b);
+    return std::fabs(a - b) <= scale * 1e-4f;
+}
+
+// One matrix: products with bfloat16 and float32, weights as numbers, the look at its scales. The scalar kernels' results are `expected`.
+bool check(int kind, int64_t rows, int64_t columns, int64_t tokens, int threads) {
+    const Layout layout = layout_of(kind);
+    const size_t bytes = size_t(rows * (columns / layout.elements) * layout.bytes);
+    const auto data = random_bytes(bytes);
+    const Matrix weight{kind, data.get(), rows, columns};
+    if (refuses(kind, rows, columns, int64_t(bytes)) != nullptr || refuses(kind, rows, columns, int64_t(bytes) + 1) == nullptr) return false;
+    first_bad_row(weight, threads);
+    std::vector<float> x(size_t(tokens * columns)), numbers(size_t(rows * columns)), out(size_t(tokens * rows)), expected(out);
+    std::vector<uint16_t> halves(x.size(), 0x3f80), narrow(numbers.size());
+    std::normal_distribution<float> normal;
+    for (float& value : x) value = normal(generator);
+    bool fine = dequantize(weight, numbers.data(), false, threads) && dequantize(weight, narrow.data(), true, threads) &&
+                linear(weight, halves.data(), true, tokens, out.data(), rows, threads) &&
+                linear(weight, x.data(), false, tokens, out.data(), rows, threads);
+    const char* isa = kernels().name;
+    fine = fine && set_isa("scalar") && linear(weight, x.data(), false, tokens, expected.data(), rows, 1) && set_isa(isa);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < rows; r++) {
+            float scale = 0;
+            for (int64_t c = 0; c < columns; c++) scale += std::fabs(numbers[size_t(r * columns + c)] * x[size_t(t * columns + c)]);
+            fine = fine && (!std::isfinite(scale) || alike(out[size_t(t * rows + r)], expected[size_t(t * rows + r)], scale + 1e-20f));
+        }
+    return fine;
+}
+
+bool check_all() {
+    for (int kind = 0; kind < KINDS; kind++) {
+        const Layout layout = layout_of(kind);
+        if (layout.bytes == 0) continue;
+        for (int64_t blocks : {1, 2, 3, 5, 7, 8, 9, 19})
+            for (int64_t tokens : {1, 2, 3, 6})
+                if (!check(kind, 1 + blocks % 5, blocks * (layout.elements == 1 ? 7 : layout.elements), tokens, 1)) {
+                    std::printf("%s: type %d differs, %d blocks, %d tokens\n", kernels().name, kind, int(blocks), int(tokens));
+                    return false;
+                }
+    }
+    return true;
+}
+
+// Several threads of the program call at once, each with a job for several threads.
+bool check_threads() {
+    bool fine[3] = {};
+    const auto data = random_bytes(3000 * 18 * 20);
+    const Matrix weight{Q4_1, data.get(), 3000, 576};
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; caller++)
+        callers.emplace_back([&, caller] {
+            std::vector<float> x(576, 0.5f), out(3000);
+            fine[caller] = true;
+            for (int i = 0; i < 200; i++) fine[caller] = fine[caller] && linear(weight, x.data(), false, 1, out.data(), 3000, 1 + i % 4);
+        });
+    for (std::thread& caller : callers) caller.join();
+    return fine[0] && fine[1] && fine[2];
+}
+
+}  // namespace
+
+int main() {
+    for (const char* isa : {"avx512vnni", "avx512", "avx2", "scalar"}) {
+        if (!set_isa(isa)) {
+            std::printf("%s: not on this CPU\n", isa);
+            continue;
+        }
+        if (!check_all() || !check_threads()) return 1;
+        std::printf("%s: fine\n", isa);
+    }
+    return 0;
+}
