@@ -111,14 +111,37 @@ def _made(order: Sequence[int], split: Sequence[int], devices: Sequence[Device],
 
 
 def _split(units: Sequence[int], room: Sequence[int]) -> list[int] | None:
-    """Each unit's device, in order, so that the fullest device is as empty as may be; None where they don't fit."""
+    """Each unit's device, in order, so that devices are about equally full; None where they don't fit."""
     if _greedy(units, room, 1.0) is None:
         return None
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if _greedy(units, room, middle) is not None else (middle, high)
-    return _greedy(units, room, high)
+    even = _even(units, room)
+    return even if _fullest(units, room, even) <= min(1.0, 1.15 * high) else _greedy(units, room, high)
+
+
+def _even(units: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Units on devices in order, each device filled to its part of what is left, to the nearest unit."""
+    left, space = sum(units), sum(room)
+    at, used, found = 0, 0, []
+    for size in units:
+        goal = left * room[at] / space
+        if used and at < len(room) - 1 and used + size / 2 > goal:
+            left, space = left - used, space - room[at]
+            at, used = at + 1, 0
+        found.append(at)
+        used += size
+    return found
+
+
+def _fullest(units: Sequence[int], room: Sequence[int], split: Sequence[int]) -> float:
+    """How full the fullest device is, as a share of its room."""
+    used = [0] * len(room)
+    for size, at in zip(units, split, strict=True):
+        used[at] += size
+    return max(u / r for u, r in zip(used, room, strict=True))
 
 
 def _greedy(units: Sequence[int], room: Sequence[int], share: float) -> list[int] | None:

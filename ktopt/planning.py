@@ -255,8 +255,10 @@ class _Planner:
                 changes[f.name] = prefill
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
-            elif f.metadata.get("device") and not f.metadata.get("ignored") and isinstance(value or place, str):
-                changes[f.name] = self.options.place(value or place or "")
+            elif f.metadata.get("device") and isinstance(value, str):
+                changes[f.name] = self.options.place(value)
+            elif f.metadata.get("device") and place and not f.metadata.get("ignored") and f.name not in rule.replace.given:
+                changes[f.name] = self.options.place(place)
             elif f.metadata.get("op") and value in spec.ops:
                 device = prefill if f.name.startswith("prefill") else generate
                 chosen, why = self._op_here(spec, spec.ops[value], device)

@@ -68,3 +68,8 @@ def test_experts_on_the_cpu_hand_their_result_to_their_layers_place(deepseek: Mo
     assert step(TWO_CARDS, "model.layers.30.mlp.experts", deepseek).kwargs["out_device"] == "cuda:1"
     rules = 'rules:\n  - {match: "@model.layers.*.mlp.experts", replace: KTransformersExperts, kwargs: {generate_device: cpu}}'
     assert step(rules, "model.layers.30.mlp.experts", deepseek).kwargs["out_device"] is None
+
+
+def test_a_device_that_a_rule_gives_as_null_is_none(deepseek: ModuleGraph) -> None:
+    rules = TWO_CARDS.replace("{generate_device: cpu}", "{generate_device: cpu, out_device: null}")
+    assert step(rules, "model.layers.30.mlp.experts", deepseek).kwargs["out_device"] is None

@@ -16,6 +16,8 @@ from ktopt.planning import rule_devices
 from ktopt.ruleset import NameClass, Rule, RuleSet
 from ktopt.treeindex import index_of, members
 
+DEVICES = ("generate_device", "prefill_device", "device")
+
 
 @dataclass(eq=False)
 class Old:
@@ -64,7 +66,9 @@ class Old:
             kept["prefill_device"] = self.prefill
         for f in fields(config):
             value, is_device = getattr(config, f.name), f.metadata.get("device")
-            if f.name not in given or f.name in ("generate_device", "prefill_device", "device", "transfer_map"):
+            if f.name not in given and is_device and not f.metadata.get("ignored") and f.name not in DEVICES:
+                kept |= {f.name: None} if any(place not in (None, self.generate) for place in places) else {}
+            if f.name not in given or f.name in (*DEVICES, "transfer_map"):
                 continue
             remarked = bool(self.remarks.options & {f.name, *f.metadata.get("aliases", ())})
             is_default = value == f.default and not f.metadata.get("op") and not remarked
