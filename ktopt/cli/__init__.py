@@ -59,6 +59,7 @@ COMMANDS = {
     "migrate": Command(
         "migrate", "turn a list-form rule file into the native form", "ktopt migrate old.yaml --model deepseek-v3 -o new.yaml"
     ),
+    "lsp": Command("lsp", "be a language server for rule files, which an editor starts", "ktopt lsp"),
     "schema": Command("schema", "print a JSON Schema, for editors", "ktopt schema ruleset"),
     "completion": Command("completion", "print a script that makes a shell complete ktopt", "ktopt completion bash"),
 }
