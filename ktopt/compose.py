@@ -72,6 +72,9 @@ def compose(source: SourceFile, report: Report, budget: Budget) -> Node | None:
         return None
     except yaml.YAMLError as error:
         span, message, help = explain(error, source)
+        if span.start.line > len(source.line_starts):  # libyaml puts the end of a last line without a line end on the next
+            end = source.position(len(source.text))
+            span = Span(end, end)
         fix = escape_fix(source, span) if "unknown escape" in message else None
         report.error("KT101", message, Origin(source.path, span), help=help, fix=fix)
         return None

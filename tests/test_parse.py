@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rulefiles import CASES, needs_cases, only, parsed
+from rulefiles import CASES, lines, needs_cases, only, parsed
 
 from ktopt.compose import MAX_NODES
 from ktopt.diagnostics import CompileError, Report
@@ -295,3 +295,9 @@ def test_imports_share_one_budget(tmp_path: Path) -> None:
     big = "# " + "x" * 400_000 + "\n"
     top = write(tmp_path, top="import: [f0.yaml, f1.yaml, f2.yaml]\n", f0=big, f1=big, f2=big)
     assert "over 1000 kB together" in only(imported(top)[1]).message
+
+
+def test_an_error_at_the_end_of_a_last_line_without_a_line_end_stands_in_the_file() -> None:
+    document, report = parsed("a: 1\nb")
+    assert document.root is None
+    assert lines(report) == [("KT101", 2)]
