@@ -14,7 +14,7 @@ from ktopt.commented import Collection, Commented, Leaf, Member, read_commented
 from ktopt.compose import Budget, compose
 from ktopt.diagnostics import CompileError, KtoptError, Report
 from ktopt.scalars import scalar
-from ktopt.source import Mapping, Node, Scalar, Sequence, SourceFile
+from ktopt.source import Mapping, Node, Sequence, SourceFile
 
 WIDTH = 100
 """A list or mapping in brackets stays on one line of at most so many characters."""
@@ -51,9 +51,24 @@ def _readable(source: SourceFile) -> Node | None:
     root = compose(source, report, Budget())
     if report.errors:
         raise CompileError(report)
-    if isinstance(root, Scalar) and root.value is not None:
-        raise KtoptError(f"{source.path}: a rule file is a list of rules or a mapping with `rules:`, not one word")
+    if not _is_rule_file(root):
+        raise KtoptError(
+            f"{source.path}: not a rule file, which is a list of rules or a mapping with `rules:`; it is left as it was"
+        )
     return root
+
+
+def _is_rule_file(root: Node | None) -> bool:
+    """Whether a file is one by its looks, so that other YAML in a folder stays as it is."""
+    match root:
+        case Sequence():
+            return not root.items or any(
+                isinstance(i, Mapping) and {k.value for k, _ in i} & {"match", "replace"} for i in root.items
+            )
+        case Mapping():
+            return bool({key.value for key, _ in root} & {"version", "rules", "place", "let", "import"})
+        case _:
+            return root is None or root.value is None
 
 
 def _same(before: Node | None, comments: list[str], made: SourceFile) -> bool:

@@ -189,9 +189,10 @@ def test_what_cannot_be_read_is_refused(text: str) -> None:
         formatted(text)
 
 
-def test_one_word_is_no_rule_file() -> None:
-    with pytest.raises(KtoptError, match="a rule file is"):
-        formatted("hello\n")
+@pytest.mark.parametrize("text", ["hello\n", "- a\n- b\n", "name: my workstation\nram: 128GiB\n"])
+def test_other_yaml_is_left_alone(text: str) -> None:
+    with pytest.raises(KtoptError, match="not a rule file"):
+        formatted(text)
 
 
 SNIPPETS = [
