@@ -57,8 +57,10 @@ def run_stages(
     dtype: str | None = None,
     hardware: Hardware | None = None,
     remap: Mapping[str, str] | None = None,
+    plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
+    Without `plan` it stops before that; making it finds only what the machine (`hardware`) can't do.
 
     Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given.
     """
@@ -74,10 +76,12 @@ def run_stages(
     model = weights if model is None else model
     if model is None:
         return Compilation(document, ruleset, None, None, None, report)
-    return _on_model(document, ruleset, model, given, report)
+    return _on_model(document, ruleset, model, given, report, plan)
 
 
-def _on_model(document: Document, ruleset: RuleSet | None, model: Model, given: Mapping[str, Any], report: Report) -> Compilation:
+def _on_model(
+    document: Document, ruleset: RuleSet | None, model: Model, given: Mapping[str, Any], report: Report, wants_plan: bool
+) -> Compilation:
     """The stages that need a model's tree; a check without one imports none of them."""
     from ktopt.graph import ModuleGraph
     from ktopt.match import match
@@ -92,7 +96,7 @@ def _on_model(document: Document, ruleset: RuleSet | None, model: Model, given: 
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
     matches = match(ruleset, graph, options.hardware, report)
     check_selection(matches, report)
-    if report.stops_plan:
+    if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = make_plan(ruleset, graph, matches, options, report)
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))

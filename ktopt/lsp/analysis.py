@@ -156,4 +156,5 @@ class Analyser:
 
 
 def _target(trees: list[tuple[str, Any]], hardware: Hardware | None, codes: CodeFilter) -> Target:
-    return Target(tuple(trees), {"hardware": hardware}, codes)
+    """Without a machine there is nothing that making the plan would find."""
+    return Target(tuple(trees), {"hardware": hardware, "plan": hardware is not None}, codes)
