@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from math import log2
@@ -115,10 +116,12 @@ def _compiled(text: str) -> tuple[re.Pattern[str], float]:
     if len(text) > MAX_LENGTH:
         raise PatternError(f"it has {len(text)} characters; at most {MAX_LENGTH} are read", MAX_LENGTH)
     try:
-        tree = _sre.parse(text)
-        if _repeated(tree) > MAX_REPEATED:
-            raise PatternError(f"its counted repeats come to more than {MAX_REPEATED} characters", 1)
-        return re.compile(text), steps_log2(tree)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of "[[", which would go to the terminal with ktopt's own source line
+            tree = _sre.parse(text)
+            if _repeated(tree) > MAX_REPEATED:
+                raise PatternError(f"its counted repeats come to more than {MAX_REPEATED} characters", 1)
+            return re.compile(text), steps_log2(tree)
     except re.error as error:
         raise PatternError(_plain_message(error), (error.pos or 0) + 1, error) from None
     except RecursionError:

@@ -122,3 +122,8 @@ def test_numbers_are_put_in_words():
     assert in_words([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert in_words(range(0, 40, 2), most=2) == "0, 2, and 18 more"
     assert number_regex(range(30)) == "([0-9]|[12][0-9])"
+
+
+def test_a_doubtful_class_prints_no_warning_of_pythons(recwarn: pytest.WarningsRecorder) -> None:
+    assert compile_pattern(r"layers\.[[0-9]").search("layers.3")
+    assert [str(w.message) for w in recwarn.list] == []
