@@ -153,6 +153,8 @@ class _Migrator:
         olds = [old for draft in drafts for old in draft.olds]
         elsewhere = exceptions(olds, self.wanted, self.homes, self.trees, self.default)
         left = by_device([*elsewhere, *sorted(state.left)], self.trees)
+        places = self.map.before_rest(left)
+        places, left = (places, {}) if places is not None else (self.map, left)
         architectures = list(dict.fromkeys(name for graph in self.graphs for name in graph.architectures))
         name = PurePath(self.source.path).name if self.source.path != "-" else "a list-form file"
         models = ", ".join(graph.name for graph in self.graphs)
@@ -163,7 +165,7 @@ class _Migrator:
         ]
         comments = self.place_comments(olds)
         tail = [*self.dead_comments(), *self.tail]
-        return native_text(self.path, header, architectures, self.map, comments, drafts, left, self.trees, tail)
+        return native_text(self.path, header, architectures, places, comments, drafts, left, self.trees, tail)
 
     def place_comments(self, kept: Sequence[Old]) -> dict[str, list[str]]:
         """Comments of rules that only placed, and those that tell a rule's layers where several became one."""

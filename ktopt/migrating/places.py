@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktopt.match import Matches
@@ -26,6 +26,16 @@ class PlaceMap:
 
     def add(self, device: str, selector: str) -> None:
         self.lines.setdefault(device, []).append(selector)
+
+    def before_rest(self, more: Mapping[str, str]) -> PlaceMap | None:
+        """The map with more modules on other devices than the one that takes all the rest; None where no line does."""
+        rest = next((device for device, parts in self.lines.items() if parts == ["@**"]), None)
+        if rest is None or rest in more:
+            return None
+        lines = {device: list(parts) for device, parts in self.lines.items() if device != rest}
+        for device, selector in more.items():
+            lines.setdefault(device, []).append(selector)
+        return PlaceMap({**lines, rest: ["@**"]}, self.default)
 
     def texts(self) -> dict[str, str]:
         return {device: " | ".join(parts) for device, parts in self.lines.items()}
