@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 
 from ktopt.codes import CODES
@@ -148,7 +149,7 @@ def _read(found: Suppressions, comment: Comment, match: re.Match[str], begin: in
 
 
 def _no_code(text: str) -> str:
-    near = nearest(text.upper(), CODES) if _CODE.fullmatch(text) else ""
+    near = next(iter(get_close_matches(text.upper(), CODES, 1, 0.8)), "") if _CODE.fullmatch(text) else ""
     return f"{text[:40]} is no code of a finding" + (f"; did you mean {near}?" if near else "")
 
 

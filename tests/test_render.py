@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from ktopt.diagnostics import Diagnostic, Related, Severity
+from ktopt.diagnostics import Diagnostic, Edit, Fix, Related, Severity
 from ktopt.render import FORMATS, render
 from ktopt.render.style import Style, printable, width
 from ktopt.source import Origin, Position, SourceFile, Span
@@ -36,6 +37,13 @@ def test_full_shows_the_line_the_carets_the_related_place_and_the_help() -> None
         "  |   -----\n"
         "  = help: write default\n"
     )
+
+
+def test_full_says_which_option_applies_a_fix() -> None:
+    safe = Fix("write `default`", (Edit("r.yaml", FOUND.span, "default"),))
+    assert render([replace(FOUND, fix=safe)], "full", sources=SOURCES).endswith("  = fix: write `default` (--fix)\n")
+    guess = replace(safe, safe=False)
+    assert render([replace(FOUND, fix=guess)], "full", sources=SOURCES).endswith("(--unsafe-fixes)\n")
 
 
 def test_findings_stand_apart_by_an_empty_line() -> None:

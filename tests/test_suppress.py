@@ -170,6 +170,7 @@ class TestMalformed:
             ("# ktopt: ignore[]", "an ignore needs the codes that it silences"),
             ("# ktopt: ignore[KT305", "an ignore needs the codes that it silences, in brackets"),
             ("# ktopt: ignore[KT3O5]", "KT3O5 is no code of a finding"),
+            ("# ktopt: ignore[KT999]", "KT999 is no code of a finding"),
             ("# ktopt: ignore[KT3055]", "KT3055 is no code of a finding; did you mean KT305?"),
             ("# ktopt: ignroe[KT305]", "`ignroe` is no comment that ktopt knows"),
             ("# ktopt ignore[KT305]", "`ignore` is no comment that ktopt knows"),

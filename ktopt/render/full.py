@@ -34,6 +34,10 @@ def _finding(d: Diagnostic, sources: Mapping[str, SourceFile], style: Style) -> 
         first, *rest = printable(d.help).splitlines()
         lines.append(f"{' ' * gutter} {style.paint('=', 'blue')} {style.paint('help', 'bold')}: {first}")
         lines += [f"{' ' * gutter}         {line}" for line in rest]
+    if d.fix:
+        option = "--fix" if d.fix.safe else "--unsafe-fixes"
+        mends = f"{style.paint('fix', 'bold')}: {printable(d.fix.title)} ({option})"
+        lines.append(f"{' ' * gutter} {style.paint('=', 'blue')} {mends}")
     return "\n".join(lines) + "\n"
 
 
