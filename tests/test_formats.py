@@ -112,7 +112,8 @@ class TestJunit:
 
     def test_findings_fail_their_class_from_the_severity_that_fails_the_run(self) -> None:
         def failed(level: Severity | None) -> list[str]:
-            return [case.name[:3] for suite in self.suites((Checked("a.yaml", "", (FOUND, WARNING), fail_on=level),)) for case in suite if case.is_failure]
+            suites = self.suites((Checked("a.yaml", "", (FOUND, WARNING), fail_on=level),))
+            return [case.name[:3] for suite in suites for case in suite if case.is_failure]
 
         assert failed(Severity.ERROR) == ["KT4"]
         assert failed(Severity.WARNING) == ["KT3", "KT4"]
