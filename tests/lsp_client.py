@@ -37,7 +37,7 @@ class LspClient:
     """One session. Use as a context manager; `initialize` comes first."""
 
     def __init__(self, cwd: str | Path | None = None, env: dict[str, str] | None = None) -> None:
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
         self.child = subprocess.Popen(
             [sys.executable, "-P", "-m", "ktopt", "lsp"],
             stdin=subprocess.PIPE,

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ktopt.checking import can_be_ignored, check_file
-from ktopt.compose import Budget, compose
+from ktopt.checking.fixing import apply_edits, fix_source, usable
 from ktopt.diagnostics import Diagnostic, Edit, Report
-from ktopt.fixing import apply_edits, fix_source, usable
 from ktopt.lsp.analysis import Analysis
+from ktopt.parse.compose import Budget, compose
 from ktopt.source import SourceFile, Span, plain
 from ktopt.suppress import add_ignores
 

@@ -11,38 +11,50 @@ from functools import cached_property
 from typing import Any
 
 from ktopt.checking import FileCheck, Target, check_file
+from ktopt.checking.settings import CodeFilter
 from ktopt.compiler import Compilation
 from ktopt.diagnostics import Diagnostic
 from ktopt.graph import ModuleGraph
 from ktopt.lsp.models import Models
 from ktopt.lsp.project import Problem, Project
-from ktopt.lsp.text import Shown
+from ktopt.lsp.text import BYTE_ORDER_MARK, Shown
 from ktopt.match import Matches
 from ktopt.placement import Hardware
 from ktopt.ruleset import Rule, RuleSet
-from ktopt.settings import CodeFilter
 from ktopt.source import FILE_START, Document, Scalar, Sequence, Span
 from ktopt.source import Mapping as YamlMapping
+from ktopt.validate import keys as rule_keys
 
 log = logging.getLogger(__name__)
 
 _NAMES_US = re.compile(r"#[ \t]*ktopt:|ruleset\.schema\.json")
-_RULE_KEY = re.compile(r"^[ \t]*(?:-[ \t]+)*(?:match|replace)[ \t]*:", re.MULTILINE)
+_RULE_KEY = re.compile(
+    r"^[ \t]*(?:-[ \t]+)*(?:match[ \t]*:|replace[ \t]*:[ \t]*(?:\r?\n[ \t]+(?:class|kwargs)[ \t]*:|[\w{]))", re.MULTILINE
+)
 _TOP_KEY = re.compile(r"^(?:rules|let|place|import)[ \t]*:", re.MULTILINE)
 _VERSION = re.compile(r"^version[ \t]*:[ \t]*1[ \t]*(?:#.*)?\r?$", re.MULTILINE)
 _FIRST = re.compile(r"^(?![ \t]*(?:#|---|%|\r?$))[ \t]*(\S)", re.MULTILINE)
+_FIRST_COLUMN = re.compile(r"^(?![ \t#]|---|\r?$)(?:-[ \t]*)?([^\s:]*)", re.MULTILINE)
 
 
 def looks_like_rules(text: str) -> bool:
     """Whether a YAML text seems to be a rule file. Editors send every YAML file that is opened, pipelines and charts among them."""
+    text = text.removeprefix(BYTE_ORDER_MARK)
     if _NAMES_US.search(text):
         return True
-    first = _FIRST.search(text.removeprefix("\ufeff"))
+    first = _FIRST.search(text)
     if first is None:
         return False
     if first[1] in "-[":
         return _RULE_KEY.search(text) is not None
     return _TOP_KEY.search(text) is not None and (_VERSION.search(text) is not None or _RULE_KEY.search(text) is not None)
+
+
+def may_become_rules(text: str) -> bool:
+    """Whether a text that is no rule file as yet may be the beginning of one: nothing in its first column says otherwise."""
+    words = (found[1] for found in _FIRST_COLUMN.finditer(text.removeprefix(BYTE_ORDER_MARK)))
+    keys = (*rule_keys.TOP, *rule_keys.LIST_RULE)
+    return len(text) < 1000 and all(any(key.startswith(word) for key in keys) for word in words)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def all_fixed(now: Analysis, uri: str) -> types.WorkspaceEdit | None:
 
 def formatted(now: Analysis) -> list[types.TextEdit] | None:
     """The edit that brings a file into normal form; None where it can't be read."""
-    from ktopt.fmt import format_text
+    from ktopt.authoring.fmt import format_text
 
     try:
         return _edits(now.shown, format_text(now.shown.source))

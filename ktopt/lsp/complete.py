@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from ktopt import registry, rule_keys
+from ktopt import registry
 from ktopt.codes import CODES
 from ktopt.lsp import meanings
 from ktopt.lsp.complete_paths import Graphs, Next, class_counts, in_regex, in_selector, times
 from ktopt.lsp.cursor import Cursor, comment_column, cursor_at, read_line, unquoted
 from ktopt.lsp.operator_text import is_device, op_page, operator_page, option_field, option_page, option_type, option_values, specs
+from ktopt.lsp.place import names_operator, names_selector, operator_of
 from ktopt.lsp.text import Text
 from ktopt.models.shipped import known_models
-from ktopt.operator import OperatorSpec
 from ktopt.validate import DTYPES
+from ktopt.validate import keys as rule_keys
 
 MOST_FILES = 100
 _DEVICE = re.compile(r"\b(?:cuda|npu|xpu):\d+\b")
@@ -93,30 +94,6 @@ def subject_page(subject: str) -> str:
     if spec is not None:
         return operator_page(spec)
     return meanings.code_page(name) if kind == "code" and name in CODES else ""
-
-
-def operator_of(cursor: Cursor) -> OperatorSpec | None:
-    """The operator whose kwargs hold the cursor."""
-    level = next((level for level in reversed(cursor.levels) if level.key == "kwargs"), None)
-    if level is None:
-        return None
-    name = level.beside.get("class") or level.beside.get("replace", "")
-    inner = re.search(r"class:\s*([\w.]+)", name)
-    return registry.find(inner[1] if inner else name or "default")
-
-
-def names_operator(cursor: Cursor) -> bool:
-    """Whether the cursor is in an operator's name."""
-    if cursor.key == "class":
-        return cursor.path[-1:] == ("replace",)
-    return cursor.key == "replace" and cursor.path == ("rules", "-")
-
-
-def names_selector(cursor: Cursor) -> bool:
-    """Whether the cursor is in a selector."""
-    if cursor.key in ("match", "when"):
-        return cursor.path == ("rules", "-")
-    return cursor.key is not None and cursor.path in (("let",), ("place",))
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ktopt.fields import TEXT_FIELDS
-from ktopt.glob import Glob, GlobError
 from ktopt.graph import ModuleGraph
 from ktopt.lsp import meanings
 from ktopt.pattern import Pattern, PatternError, PatternTimeout, compile_pattern
+from ktopt.selector.fields import TEXT_FIELDS
+from ktopt.selector.glob import Glob, GlobError
 from ktopt.treeindex import index_of, members
 
 MOST = 400
@@ -22,7 +22,8 @@ _REF = re.compile(r"\$(\w*)$")
 _VALUE = re.compile(r"(class|type|name|dtype|path)\s*(?:!?=\s*|\s+in\s+(?:[\w.]+\s*,\s*)*)([\w.]*)$")
 _DOTTED = re.compile(r"\b(config|hw)\.([\w.]*)$")
 _WORD = re.compile(r"(?:^|[\s(|&!-])([A-Za-z_]\w*)?$")
-_SEPARATOR = re.compile(r"\\\\\.|\\\.|\.")
+_LAST_WORD = re.compile(r"(?<![\\\w])\w+$")
+"""The part of a segment that is typed; not an escape's letter, as in \\d."""
 
 
 class Next(NamedTuple):
@@ -158,17 +159,14 @@ def _short(dotted: str) -> str:
 
 def in_regex(typed: str, graphs: Graphs, quote: str) -> list[Next]:
     """How a regex over paths may go on. `typed` is as written: in double quotes each backslash stands twice."""
-    seps = list(_SEPARATOR.finditer(typed))
-    cut = seps[-1].end() if seps else (1 if typed.startswith("^") else 0)
-    head, partial = typed[:cut], typed[cut:]
-    if partial and not re.fullmatch(r"\w+", partial):
-        return []
+    partial = _LAST_WORD.search(typed)
+    head, taken = (typed[: partial.start()], len(partial[0])) if partial else (typed, 0)
     backslash = "\\\\" if quote == '"' else "\\"
     counts = _after(head.replace("\\\\", "\\") if quote == '"' else head, graphs)
     numbers = [s for s in counts if s.isdecimal()]
-    found = [Next(f"{backslash}d+", len(partial), "segment", "any number")] if numbers else []
-    found += [Next(s, len(partial), "segment", times(n)) for s, n in counts.items() if not s.isdecimal()]
-    found += [Next(s, len(partial), "segment", times(counts[s])) for s in sorted(numbers, key=int)]
+    found = [Next(f"{backslash}d+", taken, "segment", "any number")] if numbers else []
+    found += [Next(s, taken, "segment", times(n)) for s, n in counts.items() if not s.isdecimal()]
+    found += [Next(s, taken, "segment", times(counts[s])) for s in sorted(numbers, key=int)]
     return found[:MOST]
 
 

@@ -142,10 +142,12 @@ def _in_value(text: Text, block: _Block, number: int, read: Line, offset: int) -
 def _at_key(text: Text, block: _Block, number: int, read: Line, column: int) -> Cursor | None:
     """A cursor in a key, or where a key or an item could be written; a lone scalar below a key is that key's value."""
     start = text.line_starts[number]
+    if read.dashes and column <= read.dashes[-1]:
+        return None
     own = read.key if read.key is not None else read.rest
     at = read.column
     if not own.strip() or column < at:
-        own, at = "", max(column, len(read.dashes) and read.dashes[-1] + 1) if not own.strip() else column
+        own, at = "", column
     dashes = tuple(d for d in read.dashes if d < at)
     levels = block.above(number, Line(dashes, None, at, "", at))
     quote = own[:1] if own[:1] in ("'", '"') else ""

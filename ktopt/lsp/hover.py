@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ktopt import registry, rule_keys
+from ktopt import registry
 from ktopt.codes import CODES
 from ktopt.lsp import meanings
 from ktopt.lsp.analysis import Analysis
-from ktopt.lsp.complete import names_operator, names_selector, operator_of, written_lets
+from ktopt.lsp.complete import written_lets
 from ktopt.lsp.complete_paths import class_counts, times
 from ktopt.lsp.cursor import Cursor, comment_column, cursor_at
 from ktopt.lsp.operator_text import op_page, operator_page, option_field, option_page
+from ktopt.lsp.place import about_match, names_operator, names_selector, operator_of
 from ktopt.lsp.rules import Known, describe, lets_of, selected
 from ktopt.lsp.text import Text
 from ktopt.treeindex import index_of, is_a
+from ktopt.validate import keys as rule_keys
 
 _CODE = re.compile(r"\bKT\d{3}\b", re.IGNORECASE)
 _WORD = re.compile(r"@(?:[\w.*]|\{[^{}]*\})+|\$\w+|(?:config|hw)\.[\w.]+|[A-Za-z_][\w.]*(?:\[\d+\])?")
@@ -47,7 +49,7 @@ def hover(now: Analysis, known: Known, offset: int) -> Shows | None:
         parts = [_selector_word(at[0], cursor, now) if at is not None else "", _selector(cursor, now)]
     else:
         parts = [_key(cursor) if cursor.key is None else _value(cursor, cursor.key, now)]
-    if _says_what_is_matched(cursor):
+    if about_match(cursor):
         rule = known.rule_at(text.position(offset).line)
         parts.append(describe(rule, known.analysis.matches) if rule is not None else "")
     page = "\n\n---\n\n".join(part for part in parts if part)
@@ -64,14 +66,6 @@ def _in_comment(text: Text, offset: int) -> Shows | None:
         if found.start() <= offset - start <= found.end() and found[0].upper() in CODES:
             return Shows(meanings.code_page(found[0].upper()), start + found.start(), start + found.end())
     return None
-
-
-def _says_what_is_matched(cursor: Cursor) -> bool:
-    """Whether the cursor is in a rule's match, or on a key of the rule."""
-    path = cursor.path[1:] if cursor.path[:1] == ("rules",) else cursor.path
-    if path[:1] != ("-",):
-        return False
-    return path[1:] == ("match",) or (len(path) == 1 and (cursor.key is None or cursor.key in ("match", "id", "expect", "when")))
 
 
 def _key(cursor: Cursor) -> str:

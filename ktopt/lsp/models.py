@@ -6,6 +6,7 @@ there, files are checked without it.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -53,6 +54,9 @@ class Models:
             self.trees[key] = str(error)
         except Exception as error:  # whatever transformers does to a config, files are still checked on the rest
             self.trees[key] = f"{key[0]}: the tree can't be built: {type(error).__name__}: {error}"
+
+        gc.collect()
+        gc.freeze()  # a tree stays: the collector need not look through its many thousand objects ever again
 
     def build(self, key: Key) -> None:
         self.load(key)

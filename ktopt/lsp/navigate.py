@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from ktopt.lsp.analysis import Analysis
-from ktopt.lsp.complete import names_selector
 from ktopt.lsp.cursor import cursor_at, read_line, unquoted
+from ktopt.lsp.place import about_match, names_selector
 from ktopt.lsp.rules import Known, label, lets_of, share
 from ktopt.lsp.text import Text
 from ktopt.ruleset import Rule
@@ -28,6 +28,8 @@ def definition(now: Analysis, known: Known, offset: int) -> list[Origin]:
     if cursor is not None and (cursor.path == ("import", "-") or (cursor.key == "import" and not cursor.path)) and cursor.token:
         path = os.path.normpath(os.path.join(os.path.dirname(now.path), cursor.token))
         return [Origin(path, FILE_START)] if os.path.isfile(path) else []
+    if cursor is None or not about_match(cursor):
+        return []
     rule = known.rule_at(now.shown.text.position(offset).line)
     return [where(r) for r in shadowing(rule, known)] if rule is not None else []
 

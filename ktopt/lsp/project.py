@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktopt.checking.settings import ALL_CODES, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.models.shipped import known_models
-from ktopt.settings import ALL_CODES, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.source import FILE_START, SourceFile, Span
 
 MODELINE = re.compile(r"^[ \t]*#[ \t]*ktopt:[ \t]*models?[ \t]*=[ \t]*([^\s#][^#\n]*)", re.MULTILINE)

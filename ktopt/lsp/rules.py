@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from lsprotocol import types
 
 from ktopt.diagnostics import Report
-from ktopt.families import in_words
 from ktopt.lsp.analysis import Analysis
 from ktopt.lsp.text import Text
 from ktopt.match import Matches
@@ -19,6 +18,7 @@ from ktopt.pattern import PatternTimeout
 from ktopt.render.style import plural
 from ktopt.ruleset import Rule
 from ktopt.selection import owners
+from ktopt.selection.families import in_words
 from ktopt.selector import Selector, parse_selector
 from ktopt.source import Document, Node, Origin, Scalar, Sequence, Span
 from ktopt.source import Mapping as YamlMapping

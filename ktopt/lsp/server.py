@@ -1,19 +1,17 @@
-"""The language server: what is open, when it is checked, and who answers which request.
+"""The language server: the session with an editor, and who answers which message.
 
-Texts are checked in a thread of their own, one at a time; the connection is served meanwhile, and what is asked about a text waits
-for its check. An edit is checked at once. Edits that come during a check are checked together, after it; where a check takes long,
-after a pause. No error leaves the server but as a line on stderr: the editor gets an empty answer.
+What is asked about a text waits for its check (files.py), and is answered in a thread of its own, so that the connection is always
+served. No error leaves the server but as a line on stderr: the editor gets an empty answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,50 +23,19 @@ from pygls.uris import to_fs_path
 
 from ktopt import __version__
 from ktopt.lsp import answers
-from ktopt.lsp.analysis import Analyser, Analysis, looks_like_rules
+from ktopt.lsp.analysis import Analyser, Analysis, may_become_rules
 from ktopt.lsp.complete import subject_page
+from ktopt.lsp.files import Files, OpenFile
 from ktopt.lsp.findings import file_uri, published
 from ktopt.lsp.models import Models
 from ktopt.lsp.project import Project
-from ktopt.lsp.rules import Known
-from ktopt.lsp.text import Shown, Text
+from ktopt.lsp.text import Text
 
 log = logging.getLogger(__name__)
 
-SLOW_S = 0.1
-"""A check that takes longer is made only once the typing pauses."""
-LONGEST_PAUSE_S = 0.5
-LONGEST_WAIT_S = 5.0
-"""How long a request waits for the check of the text that it is about."""
 TRIGGERS = [".", "@", "$", "[", '"', "'", " ", "=", "&", "|", "(", "{", ","]
 WATCHED = ("**/pyproject.toml", "**/*.yaml", "**/*.yml", "**/config.json")
 T = TypeVar("T")
-
-
-@dataclass
-class OpenFile:
-    """A document that the editor has open.
-
-    analysis  of the last text that was checked; good, of the last that compiled
-    is_rules  whether it has ever looked like a rule file since it was opened
-    checking  the task that checks it, as long as there is something to check
-    took_s    how long the last check took
-    """
-
-    uri: str
-    path: str
-    text: Text
-    version: int
-    analysis: Analysis | None = None
-    good: Analysis | None = None
-    is_rules: bool = False
-    stale: bool = True
-    checking: asyncio.Task[None] | None = None
-    took_s: float = 0.0
-
-    @property
-    def shown(self) -> Shown:
-        return Shown.of(self.text, self.path)
 
 
 class Protocol(LanguageServerProtocol):
@@ -103,18 +70,16 @@ def guarded(handler: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Cor
 
 
 class Server(LanguageServer):
-    """The server and its state. Everything here runs in the event loop's thread, but for what `in_thread` and `checker` run."""
+    """The server and its state. Everything here runs in the event loop's thread, but for what `in_thread` runs."""
 
     def __init__(self) -> None:
         super().__init__("ktopt", __version__, protocol_cls=Protocol)
-        self.files: dict[str, OpenFile] = {}
         self.project = Project()
         self.models = Models(self.model_loaded)
-        self.analyser = Analyser(self.project, self.models)
-        self.checker = ThreadPoolExecutor(1, "check")
+        self.files = Files(Analyser(self.project, self.models), self.publish)
         self.answerer = ThreadPoolExecutor(1, "answer")
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.options: Any = None
         self.asked_to_stop = False
         _register(self)
 
@@ -129,8 +94,9 @@ class Server(LanguageServer):
         folders = params.workspace_folders or []
         root = to_fs_path(folders[0].uri) if folders else to_fs_path(params.root_uri) if params.root_uri else params.root_path
         self.project.root = Path(root) if root else None
-        self.project.configure(params.initialization_options)
-        self.checker.submit(warm_up)
+        self.options = params.initialization_options
+        self.project.configure(self.options)
+        self.files.thread.submit(warm_up)
 
     @guarded
     async def ready(self, params: Any) -> None:
@@ -150,57 +116,49 @@ class Server(LanguageServer):
         await self.ask_for_settings()
 
     async def ask_for_settings(self) -> bool:
-        """Take the editor's own `ktopt` settings, where it has some and can be asked."""
+        """Take the editor's own `ktopt` settings, where it can be asked; those that it began with, where it has none."""
         workspace = self.client_capabilities.workspace
         if workspace is None or not workspace.configuration:
             return False
         items = [types.ConfigurationItem(section="ktopt")]
         found = await self.workspace_configuration_async(types.ConfigurationParams(items))
-        if not found or not found[0]:
-            return False
-        self.project.configure(found[0])
-        self.check_all()
+        self.project.configure(found[0] if found and found[0] else self.options)
+        self.files.check_all()
         return True
 
     @guarded
     async def settings_changed(self, params: types.DidChangeConfigurationParams) -> None:
-        if not await self.ask_for_settings() and isinstance(params.settings, dict) and params.settings:
-            self.project.configure(params.settings)
+        if not await self.ask_for_settings():
+            self.project.configure(params.settings or self.options)
         self.look_again()
 
     def look_again(self) -> None:
         """Read settings and models again, and check everything: files on disk have changed."""
         self.project.forget()
         self.models.forget()
-        self.check_all()
+        self.files.check_all()
 
     def model_loaded(self, name: str) -> None:
         """Called from another thread when a tree is there that was waited for."""
         log.info("the tree of %s is there", name)
         if self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.check_all)
+            self.loop.call_soon_threadsafe(self.files.check_all)
 
     # Documents
 
     def opened(self, params: types.DidOpenTextDocumentParams) -> None:
         document = params.text_document
         text = Text(document.text, self.encoding)
-        self.files[document.uri] = OpenFile(document.uri, self.path_of(document.uri), text, document.version)
-        self.check(self.files[document.uri])
+        self.files.add(OpenFile(document.uri, self.path_of(document.uri), text, document.version))
 
     def changed(self, params: types.DidChangeTextDocumentParams) -> None:
-        file = self.files.get(params.text_document.uri)
-        if file is None:
-            return
-        for change in params.content_changes:
-            file.text = file.text.changed(change)
-        file.version = params.text_document.version
-        self.check(file)
+        document = params.text_document
+        self.files.change(document.uri, document.version, list(params.content_changes))
 
     def closed(self, params: types.DidCloseTextDocumentParams) -> None:
-        file = self.files.pop(params.text_document.uri, None)
+        file = self.files.open.pop(params.text_document.uri, None)
         if file is not None and file.is_rules:
-            self.publish(file, [])
+            self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(file.uri, [], file.version))
 
     @property
     def encoding(self) -> str:
@@ -217,87 +175,17 @@ class Server(LanguageServer):
 
     def uri_of(self, path: str) -> str:
         """The URI of a path: as the editor writes it, where it has the file open."""
-        return next((file.uri for file in self.files.values() if file.path == path), None) or file_uri(path)
+        return next((file.uri for file in list(self.files.open.values()) if file.path == path), None) or file_uri(path)
 
-    # Checking
-
-    def check_all(self) -> None:
-        for file in self.files.values():
-            self.check(file)
-
-    def check(self, file: OpenFile) -> None:
-        """Have a document checked, once what is being checked is."""
-        file.stale = True
-        if file.checking is None:
-            file.checking = self.start(self.keep_checked(file))
-
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
-
-    async def keep_checked(self, file: OpenFile) -> None:
-        """Check a document until there is nothing newer to check."""
-        try:
-            while file.stale and file.uri in self.files:
-                if file.took_s > SLOW_S:
-                    await self.pause(file)
-                await self.check_once(file)
-        except Exception:
-            log.exception("%s: can't be checked", file.uri)
-        finally:
-            file.checking = None
-
-    async def pause(self, file: OpenFile) -> None:
-        """Wait until no edit has come for as long as a check takes."""
-        version = -1
-        while version != file.version:
-            version = file.version
-            await asyncio.sleep(min(file.took_s, LONGEST_PAUSE_S))
-
-    async def check_once(self, file: OpenFile) -> None:
-        file.stale = False
-        version, shown = file.version, file.shown
-        file.is_rules = file.is_rules or looks_like_rules(shown.text.text)
-        if not file.is_rules:
-            file.analysis = Analysis(shown)
-            return
-        start = time.perf_counter()
-        imported = self.is_imported(file)
-        analysis = await asyncio.get_running_loop().run_in_executor(self.checker, self.analyser.analyse, shown, imported)
-        file.took_s = time.perf_counter() - start
-        file.analysis = analysis
-        if analysis.ruleset is not None:
-            file.good = analysis
-        if version == file.version and file.uri in self.files:
-            self.publish(file, published(analysis, self.uri_of))
-            self.refresh_hints()
-
-    def is_imported(self, file: OpenFile) -> bool:
-        """Whether another open file imports this one, so that its ignore comments may be for that one's findings."""
-        others = (o.analysis.check for o in self.files.values() if o is not file and o.analysis is not None)
-        return any(check is not None and file.path in check.sources for check in others)
-
-    def publish(self, file: OpenFile, diagnostics: list[types.Diagnostic]) -> None:
-        self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(file.uri, diagnostics, file.version))
-
-    def refresh_hints(self) -> None:
+    def publish(self, file: OpenFile, analysis: Analysis) -> None:
+        """Send what was found in a document, and have its hints asked for anew."""
+        found = published(analysis, self.uri_of)
+        self.text_document_publish_diagnostics(types.PublishDiagnosticsParams(file.uri, found, file.version))
         workspace = self.client_capabilities.workspace
         if workspace is not None and workspace.inlay_hint is not None and workspace.inlay_hint.refresh_support:
-            self.start(self.workspace_inlay_hint_refresh_async(None))
+            self.files.start(self.workspace_inlay_hint_refresh_async(None))
 
     # Requests
-
-    async def current(self, uri: str) -> tuple[OpenFile, Analysis, Known] | None:
-        """A rule file, the analysis of its present text (an older one where the check takes too long), and the last that compiled.
-        None for other files."""
-        file = self.files.get(uri)
-        if file is not None and file.checking is not None:
-            await asyncio.wait({file.checking}, timeout=LONGEST_WAIT_S)
-        if file is None or file.analysis is None or not file.is_rules:
-            return None
-        return file, file.analysis, Known.of(file.analysis, file.good)
 
     def in_thread(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         """Run what may take a moment, such as a regex over all modules, without holding up the connection."""
@@ -306,9 +194,11 @@ class Server(LanguageServer):
     @guarded
     async def complete(self, params: types.CompletionParams) -> types.CompletionList | None:
         """Completion doesn't wait for a check: it reads the text as it is, and the trees of the last one."""
-        file = self.files.get(params.text_document.uri)
-        if file is None or not (file.is_rules or not file.text.text.strip()):
+        file = self.files.open.get(params.text_document.uri)
+        if file is None or not (file.is_rules or may_become_rules(file.text.text)):
             return None
+        if file.analysis is None:
+            await self.files.current(file.uri)
         typed = params.context.trigger_character if params.context else None
         before = file.text.text[: file.text.offset(params.position)]
         if typed == " " and not before.rstrip(" ").endswith((":", ",", "&", "|", "=", "{", "(")):
@@ -331,40 +221,40 @@ class Server(LanguageServer):
 
     @guarded
     async def hover(self, params: types.HoverParams) -> types.Hover | None:
-        found = await self.current(params.text_document.uri)
+        found = await self.files.current(params.text_document.uri)
         return await self.in_thread(answers.hovered, *found[1:], params.position) if found else None
 
     @guarded
     async def define(self, params: types.DefinitionParams) -> list[types.Location] | None:
-        found = await self.current(params.text_document.uri)
+        found = await self.files.current(params.text_document.uri)
         return await self.in_thread(answers.definitions, *found[1:], params.position, self.uri_of) if found else None
 
     @guarded
     async def symbols(self, params: types.DocumentSymbolParams) -> list[types.DocumentSymbol] | None:
-        found = await self.current(params.text_document.uri)
+        found = await self.files.current(params.text_document.uri)
         return await self.in_thread(answers.symbols, *found[1:]) if found else None
 
     @guarded
     async def hints(self, params: types.InlayHintParams) -> list[types.InlayHint] | None:
-        found = await self.current(params.text_document.uri)
+        found = await self.files.current(params.text_document.uri)
         return await self.in_thread(answers.inlay_hints, found[2], found[1].shown, params.range) if found else None
 
     @guarded
     async def act(self, params: types.CodeActionParams) -> list[types.CodeAction] | None:
-        found = await self.current(params.text_document.uri)
+        found = await self.files.current(params.text_document.uri)
         return await self.in_thread(answers.code_actions, found[1], found[0].uri, params, self.uri_of) if found else None
 
     @guarded
     async def resolve_action(self, action: types.CodeAction) -> types.CodeAction:
         uri = action.data.get("uri", "") if isinstance(action.data, dict) else ""
-        found = await self.current(uri)
+        found = await self.files.current(uri)
         if found is not None and action.edit is None:
             action.edit = await self.in_thread(answers.all_fixed, found[1], uri)
         return action
 
     @guarded
     async def format(self, params: types.DocumentFormattingParams) -> list[types.TextEdit] | None:
-        found = await self.current(params.text_document.uri)
+        found = await self.files.current(params.text_document.uri)
         return await self.in_thread(answers.formatted, found[1]) if found else None
 
 
@@ -419,9 +309,8 @@ def serve() -> int:
     sys.stdout.flush()
     wire = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    gc.disable()  # the server collects when it is idle
     server = Server()
     server.start_io(sys.stdin.buffer, wire)
-    for pool in (server.checker, server.answerer):
-        pool.shutdown(wait=False, cancel_futures=True)
     sys.stderr.flush()
     os._exit(0 if server.asked_to_stop else 1)  # a thread may still be at a long check, which nobody waits for
