@@ -4,7 +4,7 @@
             Document  RuleSet    Matches  Plan    PreTrainedModel
 
 `run_stages` runs the first five as far as the file allows and collects every finding in one Report. `check` returns the findings,
-`compile` the plan or an error that holds the findings. `apply` (ktopt/apply.py) reads the plan and nothing else.
+`compile` the plan or an error that holds the findings. `apply` (ktopt/applying) reads the plan and nothing else.
 """
 
 from __future__ import annotations

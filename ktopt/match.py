@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph
 from ktopt.pattern import Finder, PatternError, PatternTimeout, compile_pattern
+from ktopt.pattern.prefix import PrefixFilter, prefix_filter
 from ktopt.placement import Hardware
 from ktopt.placing import Placed, place_modules
 from ktopt.ruleset import NameClass, Rule, RuleSet
-from ktopt.subtree import PrefixFilter, prefix_filter
 from ktopt.treeindex import TreeIndex, class_names, index_of, is_a, members, names_class, set_of, span_of
 
 if TYPE_CHECKING:

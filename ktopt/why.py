@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import UsageError
-from ktopt.expression import AllOf, Expression, Minus, Ref
 from ktopt.graph import Module, ModuleGraph
 from ktopt.operator import nearest
 from ktopt.pattern import compile_pattern
 from ktopt.ruleset import NameClass, Rule, RuleSet
+from ktopt.selector.expression import AllOf, Expression, Minus, Ref
 from ktopt.source import Origin
 from ktopt.treeindex import is_a
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from ktopt.models import shipped, treefile
 from ktopt.models.treefile import FORMAT
-from ktopt.tree_cache import transformers_version
 from ktopt.trees import build_meta_model, rows_of
+from ktopt.trees.cache import transformers_version
 
 
 def build(name: str, entry: dict[str, Any]) -> bytes:

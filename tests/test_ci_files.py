@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ktopt.checking.settings import KEYS, read_settings
 from ktopt.cli import COMMANDS
-from ktopt.settings import KEYS, read_settings
 from ktopt.source import SourceFile
 from ktopt.suppress import read_suppressions
 

@@ -479,7 +479,7 @@ class TestRun:
     def test_weights_of_another_model_are_refused(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path) -> None:
         result = cli("run", cpu_rules, *MODEL, "--weights", tiny_gguf, *CPU, "--prompt", "x")
         assert (result.code, result.out) == (1, "")
-        assert "\nerror: " in result.err
+        assert "error: " in result.err
         assert tiny_gguf.name in result.err
 
     def test_a_device_that_is_not_here_is_refused_with_the_way_out(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from rulefiles import CASES, needs_cases
 
+from ktopt.checking.fixing import apply_edits, choose, fix_source, unified_diff, write_atomically
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import Diagnostic, Edit, Fix, KtoptError, Severity
-from ktopt.fixing import apply_edits, choose, fix_source, unified_diff, write_atomically
 from ktopt.source import Position, SourceFile, Span
 
 

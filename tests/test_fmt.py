@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ktopt.authoring.commented import read_commented
+from ktopt.authoring.fmt import format_text
 from ktopt.cli import main
-from ktopt.commented import read_commented
-from ktopt.compose import Budget, compose
 from ktopt.diagnostics import CompileError, KtoptError, Report
-from ktopt.fmt import format_text
+from ktopt.parse.compose import Budget, compose
 from ktopt.source import SourceFile, plain
 
 ROOT = Path(__file__).resolve().parent.parent

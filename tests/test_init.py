@@ -10,14 +10,14 @@ import jsonschema
 import pytest
 import yaml
 
+from ktopt.authoring.fmt import format_text
+from ktopt.authoring.init_rules import init_rules, operator_for
+from ktopt.authoring.layout import SHARE_OF_MEMORY, Sizes, lay_out, measure
 from ktopt.cli import main
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import KtoptError
-from ktopt.fmt import format_text
 from ktopt.graph import ModuleGraph
 from ktopt.hardware import load_hardware
-from ktopt.init_rules import init_rules, operator_for
-from ktopt.layout import SHARE_OF_MEMORY, Sizes, lay_out, measure
 from ktopt.placement import Hardware
 from ktopt.plan import Plan
 from ktopt.plan_diff import device_bytes

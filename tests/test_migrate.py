@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import ktopt
+from ktopt.authoring.fmt import format_text
+from ktopt.authoring.migrating import Migration, migrate
 from ktopt.cli import main
 from ktopt.diagnostics import CompileError, KtoptError, Severity
-from ktopt.fmt import format_text
 from ktopt.graph import ModuleGraph
-from ktopt.migrating import Migration, migrate
-from ktopt.numbers import number_regex
 from ktopt.parse import read_source
+from ktopt.pattern.numbers import number_regex
 from ktopt.plan import Plan
 from ktopt.source import SourceFile
 from ktopt.trees import load_tree

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rulefiles import CASES, lines, needs_cases, only, parsed
 
-from ktopt.compose import MAX_NODES
 from ktopt.diagnostics import CompileError, Report
 from ktopt.parse import MAX_BYTES, parse, read_source
+from ktopt.parse.compose import MAX_NODES
 from ktopt.source import Mapping, Scalar, Sequence, Span, plain
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

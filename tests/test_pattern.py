@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktopt.mistakes import explain_regex_error
-from ktopt.numbers import in_words, number_regex
 from ktopt.pattern import BUDGET_S, PatternError, PatternTimeout, compile_pattern, parse_tree, steps_log2
+from ktopt.pattern.mistakes import explain_regex_error
+from ktopt.pattern.numbers import in_words, number_regex
 
 UPSTREAM = (
     r"^model\.layers\.(0|[1-9]|[12][0-9])\.(?!self_attn\.kv_b_proj).*$",

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktopt.diagnostics import Report
-from ktopt.expression import AllOf, AnyOf, Call, Equal, Glob, Matches, Minus, Not, Order, Range, Ref, Unequal
 from ktopt.placement import Device, Hardware
 from ktopt.selector import Selector, parse_selector
+from ktopt.selector.expression import AllOf, AnyOf, Call, Equal, Glob, Matches, Minus, Not, Order, Range, Ref, Unequal
 from ktopt.source import Origin, Span
 from ktopt.treeindex import index_of, members
 

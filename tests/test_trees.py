@@ -17,11 +17,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ktopt.trees
-from ktopt import tree_cache
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import ModuleGraph, Tensor
 from ktopt.models import treefile
 from ktopt.trees import build_meta_model, graph_from_module, known_models, load_tree, model_config
+from ktopt.trees import cache as tree_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = ROOT.parent / "shared" / "facts" / "transformers_module_trees.txt"

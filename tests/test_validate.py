@@ -13,9 +13,9 @@ from rulefiles import CASES, lines, needs_cases, only, validated
 
 from ktopt.diagnostics import Report, Severity
 from ktopt.parse import parse, read_source
-from ktopt.replacement import near_device
 from ktopt.ruleset import NameClass, RuleSet
 from ktopt.validate import validate
+from ktopt.validate.replacement import near_device
 
 BROKEN_UPSTREAM = {"Internlm2_5-7b-Chat-1m.yaml": [("KT403", 18)]}
 """KLlamaModel's constructor fails on prefill_device in upstream, too."""

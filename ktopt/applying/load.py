@@ -14,7 +14,7 @@ from ktopt.applying.checks import Prepared, blame
 from ktopt.diagnostics import KtoptError
 from ktopt.operators.modules.base import Loads
 from ktopt.plan import Step
-from ktopt.weights import StoredTensor
+from ktopt.weights import StoredTensor, WeightError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class TensorFeed:
         return stored
 
     def raw(self, name: str) -> Any:
-        """The stored parts, for an operator that computes on them."""
+        """The stored parts, for an operator that computes on them. WeightError where the source is no file, or has it otherwise."""
+        if not hasattr(self._tensors, "raw"):
+            raise WeightError(f"{self._tensors.path}: {name} is no file's")
         self._start(name)
         parts = self._tensors.raw(self._source_name(name))
         self.count(name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from ktopt.checking import FileCheck, Target, check_file, unreadable
+from ktopt.checking.settings import FAIL_ON, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.cli.findings import at_least, count, print_report
 from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rule_files, rules_argument
 from ktopt.cli.terminal import style_of
@@ -16,7 +17,6 @@ from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
 from ktopt.parse import read_source
 from ktopt.render import FOR_PEOPLE, FORMATS
 from ktopt.render.style import plural
-from ktopt.settings import FAIL_ON, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.source import SourceFile
 
 

@@ -7,11 +7,11 @@ import difflib
 import sys
 from pathlib import Path
 
+from ktopt.authoring.fmt import format_text
 from ktopt.cli.findings import print_report
 from ktopt.cli.options import rule_files
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import CompileError, KtoptError, UsageError
-from ktopt.fmt import format_text
 from ktopt.parse import read_source
 from ktopt.render.style import plural, printable
 from ktopt.source import SourceFile

@@ -6,12 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from ktopt.authoring.init_rules import init_rules
+from ktopt.authoring.modeline import modeline
 from ktopt.cli.findings import print_report
 from ktopt.cli.options import add_model, model_argument, write_text
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import UsageError
-from ktopt.init_rules import init_rules
-from ktopt.modeline import modeline
 from ktopt.source import SourceFile
 
 

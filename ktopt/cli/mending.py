@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from ktopt.checking import FileCheck, can_be_ignored, check_file
+from ktopt.checking.fixing import Fixed, fix_source, unified_diff, write_atomically
 from ktopt.cli.terminal import style_of
-from ktopt.compose import Budget, compose
 from ktopt.diagnostics import Diagnostic, Report, Severity
-from ktopt.fixing import Fixed, fix_source, unified_diff, write_atomically
+from ktopt.parse.compose import Budget, compose
 from ktopt.render import FOR_PEOPLE
 from ktopt.render.style import plural, printable
 from ktopt.source import SourceFile, plain

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ktopt.authoring.migrating import Migration, migrate
+from ktopt.authoring.modeline import modeline
 from ktopt.cli.findings import print_report
 from ktopt.cli.options import write_text
 from ktopt.diagnostics import CompileError
-from ktopt.migrating import Migration, migrate
-from ktopt.modeline import modeline
 from ktopt.parse import read_source
 from ktopt.render.style import plural
 

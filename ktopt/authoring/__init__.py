@@ -1,0 +1,1 @@
+"""Writing rule files: `ktopt init`, `ktopt migrate` and `ktopt fmt`."""

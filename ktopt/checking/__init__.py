@@ -1,0 +1,175 @@
+"""A rule file checked as a project wants it: on several models, with its ignore comments and its choice of codes.
+
+`check_file` runs the stages (compiler.py) once a model, silences what comments silence, adds what is to be said of the comments
+themselves, and joins the findings of all models, noting which of them each concerns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ktopt.checking.settings import ALL_CODES, UNREADABLE, CodeFilter
+from ktopt.compiler import Compilation, run_stages
+from ktopt.diagnostics import Diagnostic, Severity
+from ktopt.render.checked import Checked
+from ktopt.source import SourceFile
+
+if TYPE_CHECKING:
+    from ktopt.suppress import Suppressions
+
+TREE = {f"KT{n}" for n in (301, 302, 303, 305, 306, 307, 309, 407, 502, 503, 505, 601, 602, 603)}
+"""Codes that are found on a model's tree; the others need the text only, or the plan as well."""
+PLANNED = {"KT501", "KT504"}
+"""Codes that the machine decides, once there is a plan. A misspelt device is found without."""
+
+
+_WEIGHTS = "checked when weights are loaded"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What files are checked on, and how.
+
+    models   each model's name and tree; none checks what needs no tree
+    options  further keyword arguments of run_stages
+    codes    which codes are reported
+    fail_on  the severity from which a finding fails the run; None for never
+    """
+
+    models: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    codes: CodeFilter = ALL_CODES
+    fail_on: Severity | None = Severity.ERROR
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """One file on all its models.
+
+    source        its text; None where it couldn't be read
+    sources       the texts of it and all that it imports, by path
+    diagnostics   what is reported, by place, each once
+    compilations  what the stages made, by model; one, named "", where there is no model
+    checked       what was found on each model
+    is_imported   another file of the same run imports it
+    """
+
+    file: str
+    source: SourceFile | None
+    sources: Mapping[str, SourceFile]
+    diagnostics: tuple[Diagnostic, ...]
+    compilations: Mapping[str, Compilation]
+    checked: tuple[Checked, ...]
+    target: Target
+    is_imported: bool = False
+
+    def fails(self, diagnostic: Diagnostic) -> bool:
+        """Whether a finding fails the run."""
+        level = self.target.fail_on
+        return level is not None and diagnostic.severity.is_at_least(level)
+
+    @property
+    def failing(self) -> list[Diagnostic]:
+        """The findings that fail the run."""
+        return [d for d in self.diagnostics if self.fails(d)]
+
+
+def check_file(source: SourceFile, target: Target, *, is_imported: bool = False) -> FileCheck:
+    """Check a rule file's text. Ignore comments of a file that others of the same run import may be for those, and are never called
+    unused."""
+    trees = target.models or (("", None),)
+    compilations = {name: run_stages(source, tree, **target.options) for name, tree in trees}
+    sources: dict[str, SourceFile] = {}
+    for compilation in compilations.values():
+        sources |= compilation.document.sources
+    comments = _comments(sources, compilations)
+    found = {
+        name: [d for d in c.report.sorted() if not (d.file in comments and comments[d.file].silences(d))]
+        for name, c in compilations.items()
+    }
+    about = _about_comments(source, comments, compilations, target, is_imported)
+    kept = {name: target.codes.apply(sorted([*ds, *about], key=lambda d: d.sort_key)) for name, ds in found.items()}
+    checked = tuple(
+        Checked(source.path, name, tuple(ds), _skipped(compilations[name], target), target.fail_on) for name, ds in kept.items()
+    )
+    return FileCheck(source.path, source, sources, tuple(_joined(kept)), compilations, checked, target, is_imported)
+
+
+def unreadable(file: str, diagnostics: Iterable[Diagnostic], target: Target) -> FileCheck:
+    """The result for a file whose text can't be had."""
+    found = tuple(diagnostics)
+    names = [name for name, _ in target.models] or [""]
+    checked = tuple(Checked(file, name, found, _not_reached(), target.fail_on) for name in names)
+    return FileCheck(file, None, {}, found, {}, checked, target)
+
+
+def _comments(sources: Mapping[str, SourceFile], compilations: Mapping[str, Compilation]) -> dict[str, Suppressions]:
+    """The ignore comments of each file that could be parsed and may have some."""
+    parsed = all(c.document.root is not None for c in compilations.values())
+    if not parsed or not any("ktopt" in source.text for source in sources.values()):
+        return {}
+    from ktopt.suppress import read_suppressions
+
+    return {path: read_suppressions(source) for path, source in sources.items()}
+
+
+def _about_comments(
+    source: SourceFile,
+    comments: Mapping[str, Suppressions],
+    compilations: Mapping[str, Compilation],
+    target: Target,
+    is_imported: bool,
+) -> list[Diagnostic]:
+    """KT112 for every file's comments, and KT111 for the file's own."""
+    found = [d for suppressions in comments.values() for d in suppressions.problems]
+    own = comments.get(source.path)
+    if own is not None and not is_imported:
+        found += own.unused(lambda code: target.codes.takes(code) and _was_sought(code, compilations.values(), target))
+    return found
+
+
+def _was_sought(code: str, compilations: Iterable[Compilation], target: Target) -> bool:
+    """Whether a run would have found the code's findings, on every model."""
+    if code in TREE:
+        return all(c.matches is not None for c in compilations)
+    if code in PLANNED:
+        return target.options.get("hardware") is not None and all(c.plan is not None for c in compilations)
+    return not code.startswith("KT7")
+
+
+def _skipped(compilation: Compilation, target: Target) -> dict[str, str]:
+    """The classes of checks that did not run on a model, and why."""
+    if compilation.document.root is None:
+        return _not_reached()
+    if not target.models:
+        return {**dict.fromkeys(("KT3", "KT5", "KT6"), "needs --model"), "KT7": _WEIGHTS}
+    if compilation.matches is None:
+        return {code: why for code, why in _not_reached().items() if code not in ("KT2", "KT4")}
+    return {"KT7": _WEIGHTS}
+
+
+def _not_reached() -> dict[str, str]:
+    return dict.fromkeys(("KT2", "KT3", "KT4", "KT5", "KT6", "KT7"), "not reached: errors in the file stop the check before it")
+
+
+def _joined(found: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
+    """The findings of all models, those that say the same at the same place once. What isn't found on all says on which; a fix that
+    isn't the same on all is left out."""
+    alike: dict[Any, list[tuple[str, Diagnostic]]] = {}
+    for name, diagnostics in found.items():
+        for d in diagnostics:
+            alike.setdefault((d.code, d.severity, d.message, d.file, d.span), []).append((name, d))
+    joined = []
+    for entries in alike.values():
+        names = tuple(dict.fromkeys(name for name, _ in entries))
+        first = entries[0][1]
+        same_fix = all(d.fix == first.fix for _, d in entries)
+        joined.append(replace(first, models=() if len(names) == len(found) else names, fix=first.fix if same_fix else None))
+    return sorted(joined, key=lambda d: d.sort_key)
+
+
+def can_be_ignored(diagnostic: Diagnostic) -> bool:
+    """Whether a comment can silence the finding: the file can be read, and it isn't about comments itself."""
+    return diagnostic.code not in (*UNREADABLE, "KT111", "KT112")

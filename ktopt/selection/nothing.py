@@ -1,0 +1,148 @@
+"""Why a rule matches nothing in a tree, and what was probably meant."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ktopt.diagnostics import Edit, Fix, Related
+from ktopt.graph import ModuleGraph
+from ktopt.match import Matches
+from ktopt.operator import nearest
+from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
+from ktopt.pattern.check import literal_backslash
+from ktopt.pattern.numbers import in_words as numbers_in_words
+from ktopt.ruleset import NameClass, Rule
+from ktopt.selection.families import in_words
+from ktopt.source import Origin
+from ktopt.treeindex import index_of, is_a, members
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NEGATIVE = re.compile(r"\(\?<?![^()]*\)")
+_ESCAPE = re.compile(r"\\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnostic in the making."""
+
+    code: str
+    message: str
+    origin: Origin
+    help: str | None = None
+    related: tuple[Related, ...] = ()
+    fix: Fix | None = None
+
+
+def explain_nothing(rule: Rule, matches: Matches) -> Finding:
+    """The finding for a rule that selects no module: KT301, or KT306 or KT308 where that is the reason."""
+    if isinstance(rule.match, NameClass):
+        return _by_name_and_class(rule, rule.match, matches.graph)
+    selector = rule.match
+    message = f"rule {rule.number} matches nothing: no module is in `{selector.text}`"
+    hints = [_near_class(c, matches.graph) for c in selector.classes_written if not _of_class(c, matches.graph)]
+    hints += [_near_segment(s, matches.graph) for s in selector.segments_written if s not in segments(matches.graph)]
+    return Finding("KT301", message, rule.match_origin, "; ".join(h for h in hints if h) or None)
+
+
+def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Finding:
+    number, name, written = rule.number, clauses.name, clauses.cls
+    name_origin = clauses.name_origin or rule.match_origin
+    if name is not None and (at := literal_backslash(name)) is not None:
+        message = (
+            f"rule {number} matches nothing: at column {at + 1} its pattern asks for a literal backslash, and no path holds one"
+        )
+        return Finding(
+            "KT308", message, name_origin, r"in single quotes, or without quotes, write \. once; in double quotes write \\."
+        )
+    of_class = _of_class(written, graph) if written is not None else list(range(len(graph)))
+    if written is not None and not of_class:
+        message = f"rule {number} matches nothing: no module of {_model(graph)} is a {written}"
+        near = _near_class_name(written, graph)
+        place = clauses.cls_origin
+        fix = Fix(f"write {near}", (Edit(place.file, place.span, near),), safe=False) if near and place else None
+        return Finding("KT301", message, place or rule.match_origin, f"did you mean {near}?" if near else None, fix=fix)
+    of_name = _of_name(name, graph) if name is not None else []
+    if of_name and written is not None:
+        message = (
+            f"rule {number} matches nothing: its name takes {in_words(graph, of_name)}, none of which is a {written}; "
+            f"that class is {in_words(graph, of_class)}"
+        )
+        return Finding("KT301", message, name_origin, f"the name takes a {graph.modules[of_name[0]].cls.name}")
+    assert name is not None
+    beyond = layers_beyond(name, graph)
+    if beyond:
+        message = (
+            f"rule {number} takes only layers {numbers_in_words(beyond)}; {_model(graph)} has layers 0-{graph.layer_count - 1}"
+        )
+        return Finding("KT306", message, name_origin, "give numbers of layers that the model has")
+    message = f"rule {number} matches nothing: no path of {_model(graph)} is matched by {name}"
+    return Finding("KT301", message, name_origin, _near_words(name, graph))
+
+
+def _model(graph: ModuleGraph) -> str:
+    return graph.name or "this model"
+
+
+def _of_class(written: str, graph: ModuleGraph) -> list[int]:
+    return list(members(index_of(graph).by_class(lambda module: is_a(written, module))))
+
+
+def _of_name(name: str, graph: ModuleGraph) -> list[int]:
+    pattern = compile_pattern(name)
+    try:
+        return [m.index for m in graph if pattern.search(m.path)]
+    except PatternTimeout:
+        return []
+
+
+def segments(graph: ModuleGraph) -> set[str]:
+    """Every segment of every path, aliases included."""
+    return {part for m in graph for path in (m.path, *m.alias_paths) for part in path.split(".")}
+
+
+def _near_class(written: str, graph: ModuleGraph) -> str | None:
+    near = _near_class_name(written, graph)
+    return f"did you mean {near}?" if near else None
+
+
+def _near_class_name(written: str, graph: ModuleGraph) -> str:
+    names: dict[str, str] = {}
+    for example, _ in index_of(graph).classes:
+        for dotted in (example.cls.name, *example.alias_classes):
+            names.setdefault(dotted.rpartition(".")[2], dotted)
+    simple = written.rpartition(".")[2]
+    near = next((name for name in names if name.lower() == simple.lower()), "") or nearest(simple, names)
+    return names[near] if near else ""
+
+
+def _near_segment(word: str, graph: ModuleGraph) -> str | None:
+    near = nearest(word, segments(graph))
+    return f"no path has {word}; did you mean {near}?" if near else f"no path has {word}"
+
+
+def _near_words(name: str, graph: ModuleGraph) -> str | None:
+    """What is nearest to a word of the pattern that is part of no path."""
+    known = segments(graph)
+    text = _ESCAPE.sub(" ", _NEGATIVE.sub(" ", name))
+    for word in _WORD.findall(text):
+        if len(word) > 1 and not any(word in segment for segment in known):
+            return _near_segment(word, graph)
+    return "each part of it occurs in some path, but not together in one; see the tree with `ktopt inspect`"
+
+
+def layers_beyond(name: str, graph: ModuleGraph) -> list[int]:
+    """The numbers past the model's last layer that the pattern would take, were there such layers."""
+    count = graph.layer_count
+    if not count:
+        return []
+    try:
+        pattern = compile_pattern(name)
+        last = [m.path for m in graph if m.layer == count - 1 and m.expert is None]
+        return [
+            number
+            for number in range(count, count + 100)
+            if any(pattern.search(f"{path}.".replace(f"layers.{count - 1}.", f"layers.{number}.", 1)[:-1]) for path in last)
+        ]
+    except (PatternError, PatternTimeout):
+        return []
