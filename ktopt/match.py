@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from ktopt.clauses import BIG_SUBTREE, give_up, modules_taken, places_taken, refuse_given_up
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph
 from ktopt.pattern import Finder, PatternError, PatternTimeout, compile_pattern
@@ -19,10 +19,7 @@ from ktopt.pattern.prefix import PrefixFilter, prefix_filter
 from ktopt.placement import Hardware
 from ktopt.placing import Placed, place_modules
 from ktopt.ruleset import NameClass, Rule, RuleSet
-from ktopt.treeindex import TreeIndex, class_names, index_of, is_a, members, names_class, set_of, span_of
-
-if TYPE_CHECKING:
-    from ktopt.selector import Selector
+from ktopt.treeindex import class_names, index_of, members, names_class, set_of, span_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class Matches:
         found = self._takes.get(rule_index)
         if found is None:
             rule = self.ruleset.rules[rule_index]
-            found = self._takes[rule_index] = _takes(rule, self.graph, self.hardware)
+            found = self._takes[rule_index] = modules_taken(rule, self.graph, self.hardware)
         return found
 
     @cached_property
@@ -140,65 +137,6 @@ def _need_hardware(ruleset: RuleSet, active: Sequence[bool | None], hardware: Ha
     return tuple(rule.index for rule in ruleset.rules if active[rule.index] is None or asks(rule))
 
 
-def _takes(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> int:
-    """The modules that a rule's clauses select by any of their paths. Empty where its pattern fails, which matching reports."""
-    index = index_of(graph)
-    try:
-        if not isinstance(rule.match, NameClass):
-            return index.modules_at(_places(rule.match, index, graph, hardware))
-        return _takes_by_name_and_class(rule.match, graph)
-    except (PatternError, PatternTimeout):
-        return 0
-
-
-def _places(selector: Selector, index: TreeIndex, graph: ModuleGraph, hardware: Hardware | None) -> int:
-    """The places that a selector takes. Kept with the tree's index where they don't depend on the machine."""
-    if selector.asks_hardware:
-        return selector.evaluate_places(index, graph.config, hardware)
-    if selector.root not in index.selected:
-        if len(index.selected) >= MOST_KEPT:
-            index.selected.clear()
-        index.selected[selector.root] = selector.evaluate_places(index, graph.config, hardware)
-    return index.selected[selector.root]
-
-
-def _takes_by_name_and_class(clauses: NameClass, graph: ModuleGraph) -> int:
-    """As _takes. Kept with the tree's index: an editor asks for the same clauses again at every keystroke."""
-    known, key = index_of(graph).taken, (clauses.name, clauses.cls)
-    if key not in known:
-        if len(known) >= MOST_KEPT:
-            known.clear()
-        known[key] = _find_by_name_and_class(clauses.name, clauses.cls, graph)
-    return known[key]
-
-
-def _find_by_name_and_class(name: str | None, written: str | None, graph: ModuleGraph) -> int:
-    of_class = graph.all if written is None else index_of(graph).by_class(lambda module: is_a(written, module))
-    if name is None or not of_class:
-        return of_class
-    find, prefix = compile_pattern(name).finder, prefix_filter(name)
-    wanted = of_class.to_bytes((len(graph) + 7) // 8, "little")
-    found: list[int] = []
-    modules, size = graph.modules, len(graph)
-    i, spans = 0, 0
-    while i < size:
-        module = modules[i]
-        if wanted[i >> 3] >> (i & 7) & 1 and find(module.path):
-            found.append(i)
-        i += 1
-        if module.end - i > BIG_SUBTREE and module.path:
-            inside = f"{module.path}."
-            if prefix.certain(inside):
-                spans |= span_of(i, module.end)
-            elif prefix.possible(inside):
-                continue
-            i = module.end
-    for index, alias in index_of(graph).aliases:
-        if wanted[index >> 3] >> (index & 7) & 1 and find(alias):
-            found.append(index)
-    return set_of(found, size) | spans & of_class
-
-
 @dataclass(frozen=True, slots=True)
 class _Contender:
     """One active rule, ready to be asked. A rule by name and class has `cls` and `find` (None where the clause is absent); one by
@@ -226,9 +164,10 @@ def _contenders(
 
 
 def _contender(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> _Contender:
+    refuse_given_up(rule, graph)
     if not isinstance(rule.match, NameClass):
         index = index_of(graph)
-        places = _places(rule.match, index, graph, hardware)
+        places = places_taken(rule, rule.match, graph, hardware)
         return _Contender(rule.index, places=places.to_bytes((index.places + 7) // 8, "little"))
     name = rule.match.name
     if name is None:
@@ -249,12 +188,6 @@ _Asked = list[tuple[int, Finder | None, bytes | None]]
 
 FILTER_AFTER = 64
 """Modules of one subtree that are decided before it pays to drop the rules whose patterns can match nothing in it."""
-
-BIG_SUBTREE = 300
-"""Descendants from which on a subtree is walked on its own."""
-
-MOST_KEPT = 2000
-"""Clauses and selectors whose modules are remembered, a tree."""
 
 
 class _Walk:
@@ -332,6 +265,7 @@ class _Walk:
                 except PatternTimeout as error:
                     report_pattern(self.rules[rule], error, self.report)
                     self.failed.add(rule)
+                    give_up(self.rules[rule], self.graph)
             elif places is None or places[place >> 3] >> (place & 7) & 1:
                 return rule
         return None

@@ -68,6 +68,8 @@ class TreeIndex:
         """The modules that a name and a class clause take; match.py fills it."""
         self.selected: dict[Any, int] = {}
         """The places that a selector's expression takes; match.py fills it, too."""
+        self.gave_up: dict[Any, float] = {}
+        """When a name's pattern, or a selector, last used up its time; of time.monotonic()."""
 
     @cached_property
     def aliases(self) -> tuple[tuple[int, str], ...]:

@@ -217,7 +217,7 @@ class TestFindings:
         assert "KT401" not in rules.codes
 
     def test_lines_end_where_the_protocol_ends_them(self, doc: Any) -> None:
-        rules = doc("# form feed \f and \u2028 separator\u0085\r\n" + WRONG_OP.replace("\n", "\r\n"))
+        rules = doc("# a \u2028# separator\u0085\r\n" + WRONG_OP.replace("\n", "\r\n"))
         found = next(d for d in rules.findings if d["code"] == "KT402")
         assert rules.shown(found) == "KLinearTroch"
 
@@ -240,7 +240,7 @@ class TestFindings:
         assert found["relatedInformation"][0]["location"]["range"]["start"] == {"line": 3, "character": 13}
 
     def test_a_pattern_that_backtracks_is_a_finding_and_holds_nobody_up(self, doc: Any) -> None:
-        slow = doc(LINEAR.replace("'^model\\.layers\\.'", "'^(([a-z])+.)+[A-Z]([a-z])+$'"), "slow")
+        slow = doc(LINEAR.replace("'^model\\.layers\\.'", "'^(?:[a-z_]+|[a-z_.0-9]|[a-z])+[A-Z]$'"), "slow")
         quick = doc(WRONG_OP, "quick")
         start = time.monotonic()
         assert "generate_device" in quick.labels("KTransformersLinear\n    kwargs:\n      ")
@@ -409,7 +409,7 @@ class TestActions:
         rules = doc(WRONG_OP)
         (found,) = rules.findings
         action = next(a for a in rules.actions("KLinearTroch") if a["kind"] == "quickfix")
-        assert (action["isPreferred"], action["diagnostics"]) == (True, [found])
+        assert action["diagnostics"] == [found]
         rules.apply(action["edit"]["changes"][rules.uri])
         assert rules.codes == []
         assert rules.text.replace('"', "") == LINEAR
@@ -423,13 +423,18 @@ class TestActions:
         assert f"KLinearTroch  # ktopt: ignore[KT402]{ending}" in rules.text
         assert rules.text.count("\r\n") == (rules.text.count("\n") if ending == "\r\n" else 0)
 
+    def test_a_certain_fix_is_preferred(self, doc: Any) -> None:
+        rules = doc(LINEAR + "  recursive: 'False'\n")
+        found = {a["title"]: a.get("isPreferred") for a in rules.actions("recursive", only=["quickfix"])}
+        assert found == {"Remove the quotes": True, "Ignore KT110 on this line": None}
+
     def test_all_certain_fixes_are_made_at_once(self, doc: Any, editor: LspClient) -> None:
         rules = doc(WRONG_OP + "  recursive: 'False'\n")
         assert set(rules.codes) == {"KT110", "KT402"}
         (action,) = rules.actions("match", only=["source.fixAll"])
         assert "edit" not in action
         rules.apply(editor.request("codeAction/resolve", action)["edit"]["changes"][rules.uri])
-        assert rules.codes == []
+        assert rules.codes == ["KT402"]  # which of the ops was meant is a guess
 
     def test_formatting_brings_a_rule_file_and_no_other_into_normal_form(self, doc: Any) -> None:
         rules = doc(LINEAR.replace("class: KTransformersLinear", "class:    KTransformersLinear"))
@@ -471,7 +476,7 @@ class TestSettings:
 
     def test_a_comment_in_the_file_names_models_of_its_own(self, doc: Any) -> None:
         rules = doc("# ktopt: model=smollm2-135m, qwen3-30b-a3b\n" + LINEAR)
-        assert rules.hints() == [(1, "smollm2-135m: 210, qwen3-30b-a3b: 192")]
+        assert rules.hints() == [(1, "smollm2-135m: 210, qwen3-30b-a3b: 240")]  # 48 layers of q, k, v, o and the router
         wrong = doc("# ktopt: model=/etc/passwd\n" + LINEAR)
         (problem,) = wrong.findings
         assert "is no shipped model" in problem["message"]

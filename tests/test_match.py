@@ -210,3 +210,15 @@ def test_decisions_are_those_of_the_language_restated(rules):
 def test_takes_is_every_module_whose_name_and_class_fit(name, cls):
     expected = [m.index for m in BIG if naive_winner([(name, cls, True)], m.path, m.cls.mro) is not None]
     assert list(members(decide(BIG, rule(name, cls)).takes(0))) == expected
+
+
+def test_a_pattern_that_used_up_its_time_on_a_tree_is_not_tried_again_at_once():
+    graph = deepseek_like(4)
+    slow = rule(r"^(?:[a-z_]+|[a-z_.0-9]|[a-z])+[A-Z]$")
+    times = []
+    for _ in range(2):
+        report, start = Report(), time.monotonic()
+        match(rule_set(slow), graph, None, report)
+        times.append(time.monotonic() - start)
+        assert [d.code for d in report] == ["KT304"]
+    assert times[1] < 0.1 < times[0]

@@ -125,6 +125,10 @@ def test_a_closed_number_or_all_layers_are_not_an_open_number(name):
     assert "KT305" not in codes(check(LAYERS, rule(name)))
 
 
+def test_any_number_is_not_an_open_number_where_some_layers_lack_the_module():
+    assert "KT305" not in codes(check(deepseek_like(12), rule(r"^model\.layers\.\d+\.mlp\.experts$")))
+
+
 def test_layers_beyond_the_model_are_an_error_where_they_are_spelt_out():
     assert "layers 30-39" in found("KT306", check(LAYERS, rule(r"^model\.layers\.(3[0-9])\."))).message
     d = found("KT306", check(LAYERS, rule(r"^model\.layers\.(1[5-9]|2[0-9]|30)\."), rule(r"^model\.layers\.")))

@@ -28,9 +28,8 @@ from ktopt.validate import keys as rule_keys
 log = logging.getLogger(__name__)
 
 _NAMES_US = re.compile(r"#[ \t]*ktopt:|ruleset\.schema\.json")
-_RULE_KEY = re.compile(
-    r"^[ \t]*(?:-[ \t]+)*(?:match[ \t]*:|replace[ \t]*:[ \t]*(?:\r?\n[ \t]+(?:class|kwargs)[ \t]*:|[\w{]))", re.MULTILINE
-)
+_REPLACEMENT = r"replace[ \t]*:[ \t]*(?:\r?\n[ \t]+(?:class|kwargs)[ \t]*:|[\w{])"
+_RULE_KEY = re.compile(rf"(?:^[ \t]*(?:-[ \t]+)*|[{{,][ \t]*)(?:match[ \t]*:|{_REPLACEMENT})", re.MULTILINE)
 _TOP_KEY = re.compile(r"^(?:rules|let|place|import)[ \t]*:", re.MULTILINE)
 _VERSION = re.compile(r"^version[ \t]*:[ \t]*1[ \t]*(?:#.*)?\r?$", re.MULTILINE)
 _FIRST = re.compile(r"^(?![ \t]*(?:#|---|%|\r?$))[ \t]*(\S)", re.MULTILINE)

@@ -149,12 +149,12 @@ class Files:
         others = (o.analysis.check for o in self.open.values() if o is not file and o.analysis is not None)
         return any(check is not None and file.path in check.sources for check in others)
 
-    async def current(self, uri: str) -> Asked | None:
+    async def current(self, uri: str, wait_s: float = LONGEST_WAIT_S) -> Asked | None:
         """A rule file, the analysis of its present text (an older one where the check takes too long), and the last that compiled.
         None for other files."""
         file = self.open.get(uri)
         if file is not None and file.checking is not None:
-            await asyncio.wait({file.checking}, timeout=LONGEST_WAIT_S)
+            await asyncio.wait({file.checking}, timeout=wait_s)
         if file is None or file.analysis is None or not file.is_rules:
             return None
         return file, file.analysis, Known.of(file.analysis, file.good)

@@ -33,6 +33,8 @@ from ktopt.lsp.text import Text
 
 log = logging.getLogger(__name__)
 
+FIRST_WAIT_S = 0.3
+"""How long the first completion waits for the check that loads the trees."""
 TRIGGERS = [".", "@", "$", "[", '"', "'", " ", "=", "&", "|", "(", "{", ","]
 WATCHED = ("**/pyproject.toml", "**/*.yaml", "**/*.yml", "**/config.json")
 T = TypeVar("T")
@@ -198,7 +200,7 @@ class Server(LanguageServer):
         if file is None or not (file.is_rules or may_become_rules(file.text.text)):
             return None
         if file.analysis is None:
-            await self.files.current(file.uri)
+            await self.files.current(file.uri, FIRST_WAIT_S)
         typed = params.context.trigger_character if params.context else None
         before = file.text.text[: file.text.offset(params.position)]
         if typed == " " and not before.rstrip(" ").endswith((":", ",", "&", "|", "=", "{", "(")):

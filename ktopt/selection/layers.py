@@ -52,8 +52,8 @@ def _layers(matches: Matches, modules: int) -> set[int]:
 def _check_open_number(rule: Rule, name: str, matches: Matches, report: Report) -> None:
     """KT305: `layers\\.1` also takes 10 to 19, since nothing ends the number."""
     number = _NUMBER.search(name)
-    if number is None or name.startswith("\\.", number.end()):
-        return
+    if number is None or name.startswith("\\.", number.end()) or name[number.end() : number.end() + 1] in ("+", "*", "{"):
+        return  # closed, or any number as in \d+
     taken = _layers(matches, matches.takes(rule.index))
     if len(taken) == matches.graph.layer_count:
         return

@@ -1,0 +1,109 @@
+"""What a rule's clauses take in a tree, whatever other rules do.
+
+An editor asks for the same clauses again at every keystroke, as a run on many files does. So what they take is kept with the
+tree's index, and a pattern that used up its time isn't tried again on that tree for a while.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ktopt.graph import ModuleGraph
+from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
+from ktopt.pattern.prefix import prefix_filter
+from ktopt.placement import Hardware
+from ktopt.ruleset import NameClass, Rule
+from ktopt.treeindex import index_of, is_a, set_of, span_of
+
+if TYPE_CHECKING:
+    from ktopt.selector import Selector
+
+BIG_SUBTREE = 300
+"""Descendants from which on a subtree is walked on its own."""
+
+MOST_KEPT = 2000
+"""Clauses, and selectors, whose modules are kept, a tree."""
+
+REST_S = 30.0
+"""Seconds for which a pattern that took too long on a tree isn't tried there again."""
+
+
+def modules_taken(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> int:
+    """The modules that a rule's clauses select by any of their paths. Empty where its pattern fails, which matching reports."""
+    index = index_of(graph)
+    try:
+        if not isinstance(rule.match, NameClass):
+            return index.modules_at(places_taken(rule, rule.match, graph, hardware))
+        return _by_name_and_class(rule.match, graph)
+    except (PatternError, PatternTimeout):
+        return 0
+
+
+def places_taken(rule: Rule, selector: Selector, graph: ModuleGraph, hardware: Hardware | None) -> int:
+    """The places that a rule's selector takes. Kept with the tree's index where they don't depend on the machine. PatternTimeout
+    where a pattern in it takes too long."""
+    index = index_of(graph)
+    if selector.asks_hardware:
+        return selector.evaluate_places(index, graph.config, hardware)
+    if selector.root not in index.selected:
+        if len(index.selected) >= MOST_KEPT:
+            index.selected.clear()
+        try:
+            index.selected[selector.root] = selector.evaluate_places(index, graph.config, hardware)
+        except PatternTimeout:
+            give_up(rule, graph)
+            raise
+    return index.selected[selector.root]
+
+
+def _by_name_and_class(clauses: NameClass, graph: ModuleGraph) -> int:
+    known, key = index_of(graph).taken, (clauses.name, clauses.cls)
+    if key not in known:
+        if len(known) >= MOST_KEPT:
+            known.clear()
+        known[key] = _find_by_name_and_class(clauses.name, clauses.cls, graph)
+    return known[key]
+
+
+def _find_by_name_and_class(name: str | None, written: str | None, graph: ModuleGraph) -> int:
+    of_class = graph.all if written is None else index_of(graph).by_class(lambda module: is_a(written, module))
+    if name is None or not of_class:
+        return of_class
+    find, prefix = compile_pattern(name).finder, prefix_filter(name)
+    wanted = of_class.to_bytes((len(graph) + 7) // 8, "little")
+    found: list[int] = []
+    modules, size = graph.modules, len(graph)
+    i, spans = 0, 0
+    while i < size:
+        module = modules[i]
+        if wanted[i >> 3] >> (i & 7) & 1 and find(module.path):
+            found.append(i)
+        i += 1
+        if module.end - i > BIG_SUBTREE and module.path:
+            inside = f"{module.path}."
+            if prefix.certain(inside):
+                spans |= span_of(i, module.end)
+            elif prefix.possible(inside):
+                continue
+            i = module.end
+    for index, alias in index_of(graph).aliases:
+        if wanted[index >> 3] >> (index & 7) & 1 and find(alias):
+            found.append(index)
+    return set_of(found, size) | spans & of_class
+
+
+def give_up(rule: Rule, graph: ModuleGraph) -> None:
+    """Remember that the rule's pattern, or its selector, takes too long on this tree."""
+    index_of(graph).gave_up[_tried(rule)] = monotonic()
+
+
+def refuse_given_up(rule: Rule, graph: ModuleGraph) -> None:
+    """PatternTimeout where the rule's pattern, or its selector, was given up on this tree a short while ago."""
+    if monotonic() - index_of(graph).gave_up.get(_tried(rule), -inf) < REST_S:
+        raise PatternTimeout(rule.match.name or "" if isinstance(rule.match, NameClass) else rule.match.text)
+
+
+def _tried(rule: Rule) -> Any:
+    return rule.match.name if isinstance(rule.match, NameClass) else rule.match.root
