@@ -15,9 +15,9 @@ LINEAR_OPS = (
     Op(
         "KLinearCPUInfer",
         ("cpu",),
-        "computed on the CPU from the GGUF blocks as stored",
+        "computed on the CPU from the weight as its file stores it, GGUF blocks included; as KLinearTorch where the CPU kernels "
+        "were not built",
         counterpart="KLinearTorch",
-        needs="quantised CPU kernels are not in this version",
     ),
     Op(
         "KLinearMarlin",

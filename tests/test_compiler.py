@@ -65,7 +65,7 @@ def test_remapping_moves_devices_and_gives_ops_their_counterparts() -> None:
     assert plan.devices == ("cpu",)
     assert step.kwargs["generate_device"] == "cpu"
     assert step.kwargs["generate_op"] == "KLinearMarlin"
-    assert step.runs["KLinearMarlin"][0] == "KLinearTorch"
+    assert step.runs["KLinearMarlin"][0] == "KLinearCPUInfer"
     assert any("gives way" in note for note in step.notes)
 
 
@@ -75,9 +75,11 @@ def test_an_exact_remapping_wins_over_its_kind() -> None:
 
 
 def test_an_op_that_nobody_asked_for_is_one_that_runs_there() -> None:
-    plan = compiled("version: 1\nrules: [{match: '@lm_head', replace: KTransformersLinear}]\n", "llama-3.1-8b")
-    assert row(plan, "lm_head").kwargs["generate_op"] == "KLinearTorch"
-    assert not row(plan, "lm_head").runs
+    text = "version: 1\nrules: [{match: '@lm_head', replace: KTransformersLinear}]\n"
+    for device, op in (("cpu", "KLinearCPUInfer"), ("cuda", "KLinearTorch")):
+        step = row(compiled(text, "llama-3.1-8b", device=device), "lm_head")
+        assert step.kwargs["generate_op"] == op
+        assert not step.runs
 
 
 def test_a_tied_head_on_the_embeddings_device_costs_nothing() -> None:

@@ -6,21 +6,26 @@ of names, and its own undoing of llama.cpp's row order of the query and key proj
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ktopt
+from ktopt.kernels import cpu
+from ktopt.weights.tokenizer import find_tokenizer
 
 RULES = Path(__file__).resolve().parents[1] / "rules" / "smollm2"
 PROMPT = ["A", "Ġcompiler", "Ġis", "Ġa", "Ġprogram", "Ġthat"]
 NEW_TOKENS = 48
+TEXT_TOKENS = 256
 
 LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -118,10 +123,17 @@ def prompt(reader: Any) -> torch.Tensor:
     return torch.tensor([[words.index(word) for word in PROMPT]])
 
 
-@pytest.fixture(scope="module", params=["reference.yaml", "cpu.yaml"])
-def optimized(request: pytest.FixtureRequest, weights: Path) -> Any:
-    plan = ktopt.compile(RULES / request.param, "smollm2-135m")
-    return ktopt.apply(plan, weights=weights)
+@pytest.fixture(scope="module")
+def optimized(weights: Path) -> Any:
+    return ktopt.apply(ktopt.compile(RULES / "reference.yaml", "smollm2-135m"), weights=weights)
+
+
+@pytest.fixture(scope="module")
+def quantized(weights: Path) -> Any:
+    """With linears that compute on the stored blocks, activations rounded to 8 bits."""
+    if not cpu.available()[0]:
+        pytest.skip(cpu.available()[1])
+    return ktopt.apply(ktopt.compile(RULES / "cpu.yaml", "smollm2-135m"), weights=weights)
 
 
 def greedy(model: Any, prompt: torch.Tensor) -> list[int]:
@@ -153,10 +165,30 @@ def test_the_logits_are_transformers_own(optimized: Any, plain: LlamaForCausalLM
     assert difference < 1e-3, f"logits differ by up to {difference}"
 
 
-def test_the_linears_were_replaced(optimized: Any) -> None:
-    kinds = {type(module).__name__ for name, module in optimized.named_modules() if name.endswith("_proj")}
-    assert kinds
-    assert "Linear" not in kinds
+@pytest.mark.parametrize("tokens", [8, TEXT_TOKENS])
+def test_the_cpu_kernels_keep_to_the_floating_point_logits(quantized: Any, plain: Any, weights: Path, tokens: int) -> None:
+    """A text given whole runs the products of many tokens, and given 8 tokens at a time the kernels of few."""
+    text = find_tokenizer((weights,)).encode(inspect.getsource(argparse)[:4000])[:TEXT_TOKENS]
+    ids = torch.tensor([text])
+    expected, found = log_probabilities(plain, ids, TEXT_TOKENS), log_probabilities(quantized, ids, tokens)
+    divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
+    same = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
+    assert divergence <= 0.006
+    assert same >= 0.96
+
+
+def log_probabilities(model: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+    """log-probabilities (T, vocabulary) after each token of a text fed `tokens` at a time."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        pieces = [model(part, cache=cache, use_cache=True).logits[0] for part in ids.split(tokens, dim=1)]
+    return torch.cat(pieces).log_softmax(-1)
+
+
+def test_the_linears_were_replaced(optimized: Any, quantized: Any) -> None:
+    for model, expected in ((optimized, "KTransformersLinear"), (quantized, "KLinearCPUInfer")):
+        assert {type(module).__name__ for name, module in model.named_modules() if name.endswith("_proj")} == {expected}
+    assert "stored as Q4_1" in repr(quantized.model.layers[0].mlp.up_proj)
 
 
 def test_the_rows_of_a_projection_return_to_their_places() -> None:

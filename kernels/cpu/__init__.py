@@ -111,6 +111,15 @@ def blocks(kind: str, rows: int, columns: int, data: numpy.ndarray[Any, Any], th
     return made
 
 
+def tensor_blocks(weight_RC: torch.Tensor) -> Blocks | None:
+    """A contiguous floating-point tensor on the CPU as a matrix, nothing copied; None for a dtype without a kernel."""
+    kind = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}.get(str(weight_RC.dtype))
+    if kind is None:
+        return None
+    rows, columns = weight_RC.shape
+    return Blocks(kind, rows, columns, weight_RC, (BY_NAME[kind].number, weight_RC.data_ptr(), rows, columns, weight_RC.nbytes))
+
+
 def linear(weight: Blocks, x_TC: torch.Tensor, out_TR: torch.Tensor, threads: int) -> None:
     """out = x @ weight.T, written into `out`, whose rows may lie further apart than `weight.rows` (a slice of a wider result).
 

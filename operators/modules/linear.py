@@ -1,13 +1,19 @@
-"""KTransformersLinear with KLinearTorch: a weight held dequantised in the plan's dtype."""
+"""KTransformersLinear with KLinearTorch: a weight held dequantised in the plan's dtype. KLinearCPUInfer is in linear_cpu.py."""
 
 from __future__ import annotations
+
+import logging
+from functools import cache
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
+from ktopt.kernels import cpu
 from ktopt.operators.modules.base import BuildContext
+
+log = logging.getLogger(__name__)
 
 
 class KTransformersLinear(nn.Linear):
@@ -28,8 +34,14 @@ class KTransformersLinear(nn.Linear):
                 f"{context.step.path} is a {type(original).__name__}, which computes more than a matrix product: "
                 "KTransformersLinear replaces torch.nn.Linear only; take it out of the rule, or use `default`"
             )
-        context.require_op("KLinearTorch")
-        made = cls(
+        chosen = cls
+        if context.op != "KLinearCPUInfer":
+            context.require_op("KLinearTorch")
+        elif cpu_kernels():
+            from ktopt.operators.modules.linear_cpu import KLinearCPUInfer
+
+            chosen = KLinearCPUInfer
+        made = chosen(
             original.in_features,
             original.out_features,
             bias=original.bias is not None,
@@ -41,3 +53,12 @@ class KTransformersLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) to (..., out_features), in x's dtype."""
         return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+
+@cache
+def cpu_kernels() -> bool:
+    """Whether the CPU kernels are here; where not, says once that torch computes instead."""
+    there, reason = cpu.available()
+    if not there:
+        log.warning("KLinearCPUInfer gives way to KLinearTorch, whose weights take more memory: %s", reason)
+    return there

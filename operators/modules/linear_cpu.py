@@ -1,0 +1,166 @@
+"""KTransformersLinear with KLinearCPUInfer: a weight used as its file stores it, by the CPU kernels.
+
+Few tokens go through a kernel that reads the stored blocks; for more than FEW_TOKENS, a tile of rows at a time is dequantised and
+torch multiplies. A storage type without a kernel is dequantised at load, and computed as KLinearTorch does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.nn import functional
+
+from ktopt.diagnostics import KtoptError
+from ktopt.kernels import cpu
+from ktopt.operators.modules.base import BuildContext
+from ktopt.operators.modules.linear import KTransformersLinear
+from ktopt.weights import WeightError
+from ktopt.weights.packed import joint_axis
+
+log = logging.getLogger(__name__)
+
+FEW_TOKENS = 12
+"""Up to so many tokens the kernels are faster than dequantising a tile and torch's product (measured with AVX512 VNNI on 2 cores,
+576 to 2048 inputs)."""
+TILE_BYTES = 4 << 20
+"""What a tile takes: it should stay in the cache between being written and being read."""
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether torch's products are faster in bfloat16 than in float32 here."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+class KLinearCPUInfer(KTransformersLinear):
+    """y = x W^T + b. The weight is in the blocks of a file, mapped, or a parameter of a floating-point dtype.
+
+    x may have any floating dtype; the result has x's. Sums are in float32. The kernels round activations to 8 bits (see
+    kernels/cpu), and with many tokens both sides are rounded to bfloat16 where the CPU multiplies that; a weight without blocks in
+    float32 is multiplied in float32. Where x asks for a gradient, torch computes, and x gets it. `weight` reads as a fresh
+    dequantised tensor where the weight is in blocks: meant for code that asks for its dtype, and slow.
+    """
+
+    def __init__(self, *args: Any, **tensor: Any) -> None:
+        super().__init__(*args, **tensor)
+        self.dtype: torch.dtype = tensor["dtype"]
+        self.parts: list[tuple[int, cpu.Blocks]] = []  # first row and blocks of each part of the weight, from top to bottom
+        self._seen: cpu.Blocks | None = None
+
+    def load_tensors(self, context: BuildContext) -> None:
+        """Take the weight as it is stored, or else, where there is no kernel for it, as numbers; and the bias as numbers."""
+        tensors: Any = context.tensors
+        if self.bias is not None:
+            self._parameters["bias"] = _parameter(tensors.read(context.name("bias"), context.dtype, context.device))
+        self.parts = list(stored_parts(context))
+        if self.parts:
+            del self._parameters["weight"]
+        else:
+            self.weight = _parameter(tensors.read(context.name("weight"), context.dtype, context.device))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self.__dict__.get("parts"):
+            return torch.cat([tile for _, tile in self._tiles(self.dtype)])
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.parts:
+            destination[f"{prefix}weight"] = self.weight
+
+    def extra_repr(self) -> str:
+        kinds = ", ".join(dict.fromkeys(part.kind for _, part in self.parts))
+        return f"{super().extra_repr()}, stored as {kinds}" if kinds else str(super().extra_repr())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in_features) to (..., out_features), in x's dtype."""
+        tokens = x.numel() // self.in_features
+        parts = self.parts or self._weight_as_parts()
+        if not parts or not 0 < tokens <= FEW_TOKENS or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+            return self._many(x)
+        x_TC = x.reshape(tokens, self.in_features)
+        if x.dtype is not torch.float32 and x.dtype is not torch.bfloat16:
+            x_TC = x_TC.float()
+        out_TR = x_TC.new_empty((tokens, self.out_features), dtype=torch.float32)
+        threads = torch.get_num_threads()
+        for first, part in parts:
+            into = out_TR if part.rows == self.out_features else out_TR[:, first : first + part.rows]
+            cpu.linear(part, x_TC.contiguous(), into, threads)
+        if self.bias is not None:
+            out_TR += self.bias
+        return out_TR.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _many(self, x: torch.Tensor) -> torch.Tensor:
+        """The product by torch, in the dtype that suits: a tile of rows after another where the weight is in blocks."""
+        if not self.parts:
+            return super().forward(x)
+        dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+        operand = x.to(dtype)
+        out = x.new_empty((*x.shape[:-1], self.out_features)) if not x.requires_grad else None
+        made = []
+        for first, tile in self._tiles(dtype):
+            product = functional.linear(operand, tile).to(x.dtype)
+            if out is None:
+                made.append(product)
+            else:
+                out[..., first : first + tile.shape[0]] = product
+        whole = torch.cat(made, dim=-1) if out is None else out
+        return whole if self.bias is None else whole + self.bias.to(x.dtype)
+
+    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """The weight's rows in pieces: (first row, rows as numbers)."""
+        step = max(1, TILE_BYTES // (self.in_features * dtype.itemsize))
+        held = dtype if dtype is torch.bfloat16 else torch.float32
+        threads = torch.get_num_threads()
+        for first, part in self.parts:
+            for start in range(0, part.rows, step):
+                tile = torch.empty(min(step, part.rows - start), self.in_features, dtype=held)
+                cpu.dequantize(part, tile, threads, start)
+                yield first + start, tile.to(dtype)
+
+    def _weight_as_parts(self) -> list[tuple[int, cpu.Blocks]]:
+        """The weight parameter where it is now, as one part; none where the kernels can't take it."""
+        weight = self.weight
+        if not weight.is_cpu or isinstance(weight, FakeTensor) or not weight.is_contiguous():
+            return []
+        if self._seen is None or self._seen.owner is not weight or self._seen.call[1] != weight.data_ptr():
+            self._seen = cpu.tensor_blocks(weight)
+        return [(0, self._seen)] if self._seen else []
+
+
+def stored_parts(context: BuildContext) -> Iterator[tuple[int, cpu.Blocks]]:
+    """The stored parts of a module's weight that the kernels can take: (first row, blocks); none where one of them can't be taken.
+
+    Says so in the log where there is no kernel for a type. KtoptError for a tensor with scales that are no numbers.
+    """
+    raw = getattr(context.tensors, "raw", None)
+    name = context.name("weight")
+    try:
+        parts = raw(name) if raw is not None else []
+    except WeightError:  # transposed, shifted, or in memory: to be read as numbers
+        return
+    without = sorted({kind for kind, _, _ in parts} - set(cpu.KINDS))
+    if without:
+        log.warning("%s: there is no CPU kernel for %s, so it is dequantised to %s", name, ", ".join(without), context.step.dtype)
+        return
+    wanted = next(tensor.shape for tensor in context.module.tensors if tensor.name == "weight")
+    if joint_axis(wanted, [shape for _, shape, _ in parts]) != 0 or any(len(shape) != 2 for _, shape, _ in parts):
+        return
+    first = 0
+    for kind, shape, data in parts:
+        rows, columns = shape
+        try:
+            yield first, cpu.blocks(kind, rows, columns, data, torch.get_num_threads())
+        except KtoptError as error:
+            raise KtoptError(f"{name} ({kind}): {error}") from None
+        first += rows
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
