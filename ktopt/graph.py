@@ -44,10 +44,17 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleClass:
-    """A module's class: its dotted name and the dotted names of its whole MRO (itself first, `object` left out)."""
+    """A module's class: its dotted name and the dotted names of its whole MRO (itself first, `object` left out).
+
+    role   what part modules of this class play: see role_of
+    """
 
     name: str
     mro: tuple[str, ...]
+    role: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "role", role_of(self))
 
     @property
     def simple_name(self) -> str:
@@ -90,7 +97,9 @@ class Module:
 
     @property
     def role(self) -> str:
-        return role_of(self.cls, self.name)
+        """Its class's role; a list of modules named "experts" is experts, as in models before fused experts."""
+        role = self.cls.role
+        return "experts" if role == "container" and self.name == "experts" else role
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,16 +205,16 @@ ROLE_SUFFIXES = (
 )
 
 
-def role_of(cls: ModuleClass, name: str) -> str:
-    """What part a module plays, from its class: linear, embedding, experts, router, moe, rotary, norm, attention, mlp, layer,
-    model, causal_lm, container, activation or other. A ModuleList named "experts" is experts, as in models before fused experts."""
+def role_of(cls: ModuleClass) -> str:
+    """What part a module plays, from its class: linear, embedding, experts, router, moe, rotary, norm, attention, mlp, layer, model,
+    causal_lm, container, activation or other."""
     for dotted in cls.mro:
         if dotted == "torch.nn.modules.linear.Linear":
             return "linear"
         if dotted == "torch.nn.modules.sparse.Embedding":
             return "embedding"
         if dotted in ("torch.nn.modules.container.ModuleList", "torch.nn.modules.container.Sequential"):
-            return "experts" if name == "experts" else "container"
+            return "container"
     simple = cls.simple_name
     for role, suffixes in ROLE_SUFFIXES:
         if simple.endswith(suffixes):

@@ -9,7 +9,6 @@ result back to the block's home.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ktopt.graph import Module, ModuleGraph
@@ -76,26 +75,33 @@ def _spine(graph: ModuleGraph) -> list[Module]:
 def module_homes(graph: ModuleGraph, steps: Sequence[Step]) -> list[str]:
     """The home device of every module, by index."""
     homes = [step.generate_device for step in steps]
-    votes: dict[int, Counter[str]] = {}
-    late: dict[int, Counter[str]] = {}
+    votes: dict[int, dict[str, int]] = {}
+    late: dict[int, dict[str, int]] = {}
     for module in reversed(graph.modules):
-        step = steps[module.index]
+        index = module.index
+        step = steps[index]
         if step.inside:
             continue
         if not module.tensors:
-            ballot = votes.get(module.index) or late.get(module.index)
+            ballot = votes.pop(index, None) or late.pop(index, None)
             if ballot:
-                homes[module.index] = _winner(ballot)
+                homes[index] = _winner(ballot)
             elif step.rule is None or step.operator == "default":
                 continue  # nothing below that owns anything: it runs wherever its input is
         if module.parent >= 0:
             box = late if step.role == "experts" else votes
-            box.setdefault(module.parent, Counter())[homes[module.index]] += 1
+            counts = box.get(module.parent)
+            if counts is None:
+                box[module.parent] = {homes[index]: 1}
+            else:
+                counts[homes[index]] = counts.get(homes[index], 0) + 1
     return homes
 
 
-def _winner(ballot: Counter[str]) -> str:
+def _winner(ballot: dict[str, int]) -> str:
     """The device with most votes; among equals the one that voted last, which is the first child, since voting goes backwards."""
+    if len(ballot) == 1:
+        return next(iter(ballot))
     most = max(ballot.values())
     return [device for device, count in ballot.items() if count == most][-1]
 
