@@ -16,9 +16,9 @@ from torch import nn
 from ktopt.applying import apply_plan
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module, ModuleClass, Tensor
+from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.operators.modules import linear as linear_module
-from ktopt.operators.modules.base import BuildContext
 from ktopt.operators.modules.linear import KTransformersLinear
 from ktopt.operators.modules.linear_cpu import FEW_TOKENS, KLinearCPUInfer
 from ktopt.plan import Step

@@ -10,7 +10,7 @@ from torch import nn
 
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module, ModuleClass, Tensor
-from ktopt.operators.modules.base import BuildContext
+from ktopt.implementation import BuildContext
 from ktopt.operators.modules.experts import KTransformersExperts, grouped_product
 from ktopt.operators.modules.linear import KTransformersLinear
 from ktopt.operators.modules.rope import PlacedRotary

@@ -164,6 +164,28 @@ def test_copies_are_forgotten_with_their_source():
     assert len(copies._known) == 0
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(("target", "waits"), [("cpu", True), ("cuda:1", False), ("xpu:0", False)])
+def test_a_copy_to_the_host_is_waited_for_and_one_to_an_accelerator_is_not(target, waits, inference):
+    """The host would otherwise read memory that the copy hasn't reached yet."""
+    asked = []
+
+    class Recording:
+        device, _version = torch.device("cuda:0"), 0
+
+        def is_inference(self):
+            return inference
+
+        def to(self, device, non_blocking=False):
+            asked.append((str(device), non_blocking))
+            return self
+
+    copies = Copies()
+    copies._known = {}
+    copies.on(Recording(), torch.device(target))
+    assert asked == [(target, not waits)]
+
+
 def test_inference_tensors_are_moved_too():
     with torch.inference_mode():
         assert Copies().on(torch.zeros(2), torch.device("meta")).is_meta

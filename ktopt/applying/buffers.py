@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ktopt.diagnostics import KtoptError
-from ktopt.operators.modules.base import Loads
+from ktopt.implementation import Loads
 from ktopt.plan import Plan
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from ktopt import registry
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES, ModuleGraph, Tensor
+from ktopt.implementation import BuildContext
 from ktopt.operator import build_config
-from ktopt.operators.modules.base import BuildContext
 from ktopt.placement import device_kind
 from ktopt.plan import Plan, Step
 from ktopt.weights import WeightError

@@ -14,6 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ktopt.plan import Plan
 
+HOST_KINDS = ("cpu", "meta")
+"""Kinds of device whose memory the host reads as soon as it has the tensor."""
+
 
 class Copies:
     """Copies of tensors on other devices, each made once."""
@@ -26,11 +29,11 @@ class Copies:
         if tensor.device == device:
             return tensor
         if tensor.is_inference():
-            return tensor.to(device, non_blocking=True)  # it carries no version, so a change in place couldn't be noticed
+            return _copied(tensor, device)  # it carries no version, so a change in place couldn't be noticed
         known = self._known.setdefault(tensor, {})
         version, copy = known.get(device, (None, None))
         if version != tensor._version:
-            copy = tensor.to(device, non_blocking=True)
+            copy = _copied(tensor, device)
             known[device] = (tensor._version, copy)
         assert copy is not None
         return copy
@@ -47,6 +50,12 @@ class Copies:
         if isinstance(value, dict):
             return type(value)(**{key: self.move(item, device) for key, item in value.items()})
         return value
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on another device. Work on an accelerator is queued behind the copy to it, so the host need not wait; a copy to
+    the host is read by the host itself, which must wait until it is there."""
+    return tensor.to(device, non_blocking=device.type not in HOST_KINDS)
 
 
 def install_transfers(root: nn.Module, plan: Plan) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from ktopt.applying.buffers import initialise_buffers
 from ktopt.applying.checks import Prepared, blame
 from ktopt.diagnostics import KtoptError
-from ktopt.operators.modules.base import Loads
+from ktopt.implementation import Loads
 from ktopt.plan import Step
 from ktopt.weights import StoredTensor, WeightError
 

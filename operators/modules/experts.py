@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
+from ktopt.implementation import BuildContext
 from ktopt.operators.experts import not_gated_and_fused
-from ktopt.operators.modules.base import BuildContext
 
 OLDEST_GROUPED_CUDA = (8, 0)
 """The compute capability from which torch has a grouped product."""

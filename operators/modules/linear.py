@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
+from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
-from ktopt.operators.modules.base import BuildContext
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
+from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
-from ktopt.operators.modules.base import BuildContext
 from ktopt.operators.modules.linear import KTransformersLinear
 from ktopt.weights import WeightError
 from ktopt.weights.packed import joint_axis
@@ -52,6 +52,7 @@ class KLinearCPUInfer(KTransformersLinear):
         self.dtype: torch.dtype = tensor["dtype"]
         self.parts: list[tuple[int, cpu.Blocks]] = []  # first row and blocks of each part of the weight, from top to bottom
         self._seen: cpu.Blocks | None = None
+        self._product = cpu.product()
 
     def load_tensors(self, context: BuildContext) -> None:
         """Take the weight as it is stored, or else, where there is no kernel for it, as numbers; and the bias as numbers."""
@@ -84,17 +85,23 @@ class KLinearCPUInfer(KTransformersLinear):
         parts = self.parts or self._weight_as_parts()
         if not parts or not 0 < tokens <= FEW_TOKENS or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
             return self._many(x)
-        x_TC = x.reshape(tokens, self.in_features)
-        if x.dtype is not torch.float32 and x.dtype is not torch.bfloat16:
-            x_TC = x_TC.float()
-        out_TR = x_TC.new_empty((tokens, self.out_features), dtype=torch.float32)
-        threads = torch.get_num_threads()
+        x_TC = x if x.dtype is torch.float32 or x.dtype is torch.bfloat16 else x.float()
+        x_TC = x_TC.contiguous()
+        out_TR = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+        threads, into = torch.get_num_threads(), out_TR.data_ptr()
         for first, part in parts:
-            into = out_TR if part.rows == self.out_features else out_TR[:, first : first + part.rows]
-            cpu.linear(part, x_TC.contiguous(), into, threads)
+            self._product(
+                *part.call,
+                x_TC.data_ptr(),
+                x_TC.dtype is torch.bfloat16,
+                tokens,
+                into + first * out_TR.itemsize,
+                self.out_features,
+                threads,
+            )
         if self.bias is not None:
             out_TR += self.bias
-        return out_TR.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return out_TR if x.dtype is torch.float32 else out_TR.to(x.dtype)
 
     def _many(self, x: torch.Tensor) -> torch.Tensor:
         """The product by torch, in the dtype that suits: a tile of rows after another where the weight is in blocks."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ktopt.diagnostics import KtoptError
-from ktopt.operators.modules.base import BuildContext
+from ktopt.implementation import BuildContext
 
 
 class PlacedRotary(nn.Module):

@@ -1,18 +1,23 @@
-"""The contract between `apply` and an operator's implementation."""
+"""The contract between `apply` and an operator's implementation: what one is built from, and how it gets its weights.
+
+operator.py says what an operator declares; this says what its implementation, an nn.Module under operators/modules/ or in another
+package, answers to. Both sides import it, and it imports no torch itself.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig
 from ktopt.plan import Step
 from ktopt.weights import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class Tensors(Protocol):
