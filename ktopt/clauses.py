@@ -47,15 +47,18 @@ def places_taken(rule: Rule, selector: Selector, graph: ModuleGraph, hardware: H
     index = index_of(graph)
     if selector.asks_hardware:
         return selector.evaluate_places(index, graph.config, hardware)
-    if selector.root not in index.selected:
-        if len(index.selected) >= MOST_KEPT:
-            index.selected.clear()
-        try:
-            index.selected[selector.root] = selector.evaluate_places(index, graph.config, hardware)
-        except PatternTimeout:
-            give_up(rule, graph)
-            raise
-    return index.selected[selector.root]
+    kept = index.selected.get(id(selector.root))
+    if kept is not None:
+        return kept[1]
+    try:
+        places = selector.evaluate_places(index, graph.config, hardware)
+    except PatternTimeout:
+        give_up(rule, graph)
+        raise
+    if len(index.selected) >= MOST_KEPT:
+        index.selected.clear()
+    index.selected[id(selector.root)] = (selector.root, places)
+    return places
 
 
 def _by_name_and_class(clauses: NameClass, graph: ModuleGraph) -> int:
@@ -96,14 +99,21 @@ def _find_by_name_and_class(name: str | None, written: str | None, graph: Module
 
 def give_up(rule: Rule, graph: ModuleGraph) -> None:
     """Remember that the rule's pattern, or its selector, takes too long on this tree."""
-    index_of(graph).gave_up[_tried(rule)] = monotonic()
+    known = index_of(graph).gave_up
+    if len(known) >= MOST_KEPT:
+        known.clear()
+    key, kept = _tried(rule)
+    known[key] = (monotonic(), kept)
 
 
 def refuse_given_up(rule: Rule, graph: ModuleGraph) -> None:
     """PatternTimeout where the rule's pattern, or its selector, was given up on this tree a short while ago."""
-    if monotonic() - index_of(graph).gave_up.get(_tried(rule), -inf) < REST_S:
+    key, _ = _tried(rule)
+    when, _ = index_of(graph).gave_up.get(key, (-inf, None))
+    if monotonic() - when < REST_S:
         raise PatternTimeout(rule.match.name or "" if isinstance(rule.match, NameClass) else rule.match.text)
 
 
-def _tried(rule: Rule) -> Any:
-    return rule.match.name if isinstance(rule.match, NameClass) else rule.match.root
+def _tried(rule: Rule) -> tuple[Any, Any]:
+    """What was tried: a pattern, or an expression by its id, and what must be kept so that the id stays its own."""
+    return (rule.match.name, None) if isinstance(rule.match, NameClass) else (id(rule.match.root), rule.match.root)

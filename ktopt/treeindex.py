@@ -65,11 +65,11 @@ class TreeIndex:
         self.modules = graph.modules
         self.size = len(graph.modules)
         self.taken: dict[tuple[str | None, str | None], int] = {}
-        """The modules that a name and a class clause take; match.py fills it."""
-        self.selected: dict[Any, int] = {}
-        """The places that a selector's expression takes; match.py fills it, too."""
-        self.gave_up: dict[Any, float] = {}
-        """When a name's pattern, or a selector, last used up its time; of time.monotonic()."""
+        """The modules that a name and a class clause take; clauses.py fills it."""
+        self.selected: dict[int, tuple[Any, int]] = {}
+        """The places that a selector's expression takes, by the expression's id, which is its own as long as it is kept here."""
+        self.gave_up: dict[Any, tuple[float, Any]] = {}
+        """When a name's pattern, or a selector's expression by its id, last used up its time, of time.monotonic()."""
 
     @cached_property
     def aliases(self) -> tuple[tuple[int, str], ...]:

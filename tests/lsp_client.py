@@ -1,6 +1,7 @@
 """A small client of language servers, for tests and the benchmark: a child process spoken to over its standard input and output.
 
-It knows the framing and nothing of ktopt; what the server says is kept as plain JSON values.
+It knows the framing and nothing of ktopt; what the server says is kept as plain JSON values. `Doc` is an open document that is
+edited and asked about by its text, as a person does, and not by positions.
 """
 
 from __future__ import annotations
@@ -172,3 +173,85 @@ class LspClient:
     def stderr(self) -> str:
         self.log.seek(0)
         return self.log.read().decode("utf-8", "replace")
+
+
+class Doc:
+    """A document that is open in an editor, edited by text rather than by position."""
+
+    def __init__(self, editor: LspClient, uri: str, text: str) -> None:
+        self.editor, self.uri = editor, uri
+        editor.open(uri, text)
+
+    @property
+    def text(self) -> str:
+        return self.editor.texts[self.uri]
+
+    def position(self, offset: int) -> dict[str, int]:
+        before = self.text[:offset]
+        return {
+            "line": before.count("\n"),
+            "character": len(before.rpartition("\n")[2].encode("utf-16-le")) // 2,
+        }
+
+    def place(self, word: str, inside: int = 0) -> dict[str, int]:
+        """The position of the first `word`, or of a character inside it."""
+        return self.position(self.text.index(word) + inside)
+
+    def replace(self, old: str, new: str) -> None:
+        """Replace the first `old`, as an incremental edit."""
+        at = self.text.index(old)
+        span = {"start": self.position(at), "end": self.position(at + len(old))}
+        self.editor.texts[self.uri] = self.text[:at] + new + self.text[at + len(old) :]
+        self.editor.change(self.uri, {"range": span, "text": new})
+
+    def apply(self, edits: list[dict[str, Any]]) -> None:
+        """Make the server's edits, the last first."""
+        lines = self.text.split("\n")
+
+        def offset(position: dict[str, int]) -> int:
+            line = lines[position["line"]].encode("utf-16-le")[: 2 * position["character"]].decode("utf-16-le")
+            return sum(len(other) + 1 for other in lines[: position["line"]]) + len(line)
+
+        text = self.text
+        for edit in sorted(edits, key=lambda e: -offset(e["range"]["start"])):
+            text = text[: offset(edit["range"]["start"])] + edit["newText"] + text[offset(edit["range"]["end"]) :]
+        self.editor.texts[self.uri] = text
+        self.editor.change(self.uri, {"text": text})
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        return self.editor.diagnostics(self.uri)
+
+    @property
+    def codes(self) -> list[str]:
+        return [d.get("code", "") for d in self.findings]
+
+    def shown(self, found: dict[str, Any]) -> str:
+        """The text of a finding's range, by UTF-16 columns."""
+        start, end = found["range"]["start"], found["range"]["end"]
+        assert start["line"] == end["line"]
+        line = self.text.split("\n")[start["line"]].encode("utf-16-le")
+        return line[2 * start["character"] : 2 * end["character"]].decode("utf-16-le")
+
+    def ask(self, method: str, **params: Any) -> Any:
+        return self.editor.request(f"textDocument/{method}", {"textDocument": {"uri": self.uri}, **params})
+
+    def hover(self, word: str, inside: int = 1) -> str:
+        found = self.ask("hover", position=self.place(word, inside))
+        return found["contents"]["value"] if found else ""
+
+    def labels(self, word: str) -> list[str]:
+        """What is offered behind `word`."""
+        found = self.ask("completion", position=self.position(self.text.index(word) + len(word)))
+        return [item["label"] for item in found["items"]] if found else []
+
+    def hints(self) -> list[tuple[int, str]]:
+        whole = {"start": {"line": 0, "character": 0}, "end": {"line": 999, "character": 0}}
+        return [(h["position"]["line"], h["label"]) for h in self.ask("inlayHint", range=whole)]
+
+    def actions(self, word: str, **context: Any) -> list[dict[str, Any]]:
+        place = self.place(word)
+        found: list[dict[str, Any]] = self.ask(
+            "codeAction", range={"start": place, "end": place}, context={"diagnostics": [], **context}
+        )
+        return found

@@ -4,12 +4,13 @@ import re
 import time
 
 import pytest
-from builders import LINEAR, LIST, OLD_V3, Row, decide, deepseek_like, make_graph, rule, rule_set
+from builders import LINEAR, LIST, OLD_V3, Row, decide, deepseek_like, make_graph, origin, rule, rule_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktopt.diagnostics import Report
 from ktopt.match import match
+from ktopt.selector import parse_selector
 from ktopt.treeindex import members, names_class, set_of
 
 NORM = ("pkg.RMSNorm", "torch.nn.modules.module.Module")
@@ -222,3 +223,13 @@ def test_a_pattern_that_used_up_its_time_on_a_tree_is_not_tried_again_at_once():
         times.append(time.monotonic() - start)
         assert [d.code for d in report] == ["KT304"]
     assert times[1] < 0.1 < times[0]
+
+
+def test_selectors_that_name_one_another_twice_over_and_over_match_in_no_time():
+    lets, report = {}, Report()
+    for i in range(29):
+        lets[f"a{i}"] = parse_selector(f"$a{i - 1} | $a{i - 1}" if i else "@model.**", origin(1), lets, report)
+    start = time.monotonic()
+    matches = decide(deepseek_like(3), rule(selector=lets["a28"]))
+    assert matches.won(0)
+    assert time.monotonic() - start < 1

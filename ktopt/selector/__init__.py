@@ -6,6 +6,7 @@ means, selector_errors.py how a mistake is told.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,10 @@ from ktopt.treeindex import TreeIndex, index_of
 
 MAX_CHARS = 10_000
 MAX_DEPTH = 60
+MAX_KEPT = 4000
+_REF = re.compile(r"\$(\w+)")
+_parsed: dict[tuple[str, tuple[int, ...]], tuple[tuple[Expression, int], tuple[Expression, ...]]] = {}
+"""Selectors that were parsed, by their text and the named selectors in it, which are kept too so that their ids stay theirs."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,22 @@ def _at(text: str, origin: Origin, error: SelectorError) -> Origin:
 
 
 def _parse(text: str, lets: Mapping[str, Selector]) -> tuple[Expression, int]:
+    """A selector's expression and its depth; the same one for the same text, where its named selectors are the same ones. Known by
+    identity: one that names another twice, and so on, is too large to compare."""
+    named = [lets.get(name) for name in sorted(set(_REF.findall(text)))]
+    roots = tuple(selector.root for selector in named if selector is not None)
+    if len(roots) < len(named):
+        return _read(text, lets)  # which raises, and names all that there are
+    key = (text, tuple(map(id, roots)))
+    found = _parsed.get(key)
+    if found is None:
+        if len(_parsed) >= MAX_KEPT:
+            _parsed.clear()
+        found = _parsed[key] = (_read(text, lets), roots)
+    return found[0]
+
+
+def _read(text: str, lets: Mapping[str, Selector]) -> tuple[Expression, int]:
     from lark.exceptions import UnexpectedInput, VisitError
 
     from ktopt.selector.build import Build
