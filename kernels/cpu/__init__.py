@@ -10,6 +10,7 @@ floating-point weights meet activations as they are. Legend: T tokens, R rows (o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,13 @@ def tensor_blocks(weight_RC: torch.Tensor) -> Blocks | None:
         return None
     rows, columns = weight_RC.shape
     return Blocks(kind, rows, columns, weight_RC, (BY_NAME[kind].number, weight_RC.data_ptr(), rows, columns, weight_RC.nbytes))
+
+
+def product() -> Callable[..., None]:
+    """The extension's function beneath `linear`, for callers that see to shapes, dtypes and memory themselves:
+    product(*weight.call, x address, x is bfloat16, T, out address, out's row stride, threads)."""
+    function: Callable[..., None] = _needed().linear
+    return function
 
 
 def linear(weight: Blocks, x_TC: torch.Tensor, out_TR: torch.Tensor, threads: int) -> None:

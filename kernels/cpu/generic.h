@@ -75,29 +75,45 @@ void widen(const uint16_t* bfloat16, int64_t count, float* out) {
     for (int64_t i = 0; i < count; i++) out[i] = float_of(uint32_t(bfloat16[i]) << 16);
 }
 
-void narrow(const float* x, int64_t count, uint16_t* bfloat16) {
-    for (int64_t i = 0; i < count; i++) {
-        const uint32_t bits = bits_of(x[i]);
-        const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        bfloat16[i] = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+inline uint16_t to_bfloat16(float x) {
+    const uint32_t bits = bits_of(x);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+}
+
+// Numbers of one group of G.
+template <class F, int G>
+inline void numbers(const uint8_t* u, float scale, float offset, float* out) {
+    for (int i = 0; i < G; i++) {
+        const float value = scale * float(int(u[i]) - F::ZERO);
+        out[i] = F::OFFSETS ? value - offset : value;
     }
 }
 
 template <int kind>
-void dequantize(const uint8_t* row, int64_t columns, float* out) {
-    if constexpr (is_float(kind)) {
-        for (int64_t i = 0; i < columns; i++) out[i] = load_float<kind>(row + i * layout_of(kind).bytes);
-    } else {
-        using F = Format<kind>;
-        Unpacked w;
-        for (int64_t start = 0; start < columns; start += 256, row += F::SPAN) {
-            const int64_t count = columns - start < 256 ? columns - start : 256;
+void dequantize(const uint8_t* row, int64_t columns, void* out, bool bfloat16) {
+    auto *wide = static_cast<float*>(out), *made = wide;
+    auto* narrow = static_cast<uint16_t*>(out);
+    float piece[256];
+    for (int64_t start = 0; start < columns; start += 256) {
+        const int64_t count = columns - start < 256 ? columns - start : 256;
+        if (bfloat16 || is_float(kind)) made = piece;
+        if constexpr (is_float(kind)) {
+            for (int64_t i = 0; i < count; i++) made[i] = load_float<kind>(row + (start + i) * layout_of(kind).bytes);
+        } else {
+            using F = Format<kind>;
+            Unpacked w;
             F::unpack(row, count, w);
+            row += F::SPAN;
             for (int64_t g = 0; g < count / F::GROUP; g++)
-                for (int i = 0; i < F::GROUP; i++) {
-                    const float value = w.scale[g] * float(int(w.u[g * F::GROUP + i]) - F::ZERO);
-                    out[start + g * F::GROUP + i] = F::OFFSETS ? value - w.offset[g] : value;
-                }
+                numbers<F, F::GROUP>(w.u + g * F::GROUP, w.scale[g], w.offset[g], made + g * F::GROUP);
+        }
+        if (bfloat16) {
+            for (int64_t i = 0; i < count; i++) narrow[start + i] = to_bfloat16(made[i]);
+        } else if (made == piece) {
+            std::memcpy(wide + start, piece, size_t(count) * sizeof(float));
+        } else {
+            made += 256;
         }
     }
 }
@@ -148,7 +164,8 @@ void float_rows(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t c
             float sums[LANES] = {};
             int64_t i = 0;
             for (; i + LANES <= columns; i += LANES)
-                for (int l = 0; l < LANES; l++) sums[l] += load_float<kind>(weight + (i + l) * layout_of(kind).bytes) * token[i + l];
+                for (int l = 0; l < LANES; l++)
+                    sums[l] += load_float<kind>(weight + (i + l) * layout_of(kind).bytes) * token[i + l];
             float sum = 0;
             for (; i < columns; i++) sum += load_float<kind>(weight + i * layout_of(kind).bytes) * token[i];
             for (int l = 0; l < LANES; l++) sum += sums[l];
@@ -158,20 +175,20 @@ void float_rows(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t c
 
 // The table of one instruction set, from what it has for each kind. A constant: code that runs when the library is loaded must not
 // use the instruction set.
-#define KTOPT_KERNELS(table, isa, QUANTIZED, FLOATS)                                                                              \
-    constexpr Kernels table = [] {                                                                                                   \
-        Kernels k = {isa, quantize, widen, narrow, {}, {}};                                                                      \
-        KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED)                                                                              \
-        KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS)                                                                                     \
-        return k;                                                                                                                \
+#define KTOPT_KERNELS(table, isa, QUANTIZED, FLOATS, NUMBERS)        \
+    constexpr Kernels table = [] {                                   \
+        Kernels k = {isa, quantize, widen, {}, {}};                  \
+        KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED, NUMBERS)         \
+        KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS, dequantize)             \
+        return k;                                                    \
     }()
-#define KTOPT_FILL(kind, rows_function)    \
-    k.rows[kind] = rows_function<kind>;    \
-    k.dequantize[kind] = dequantize<kind>;
-#define KTOPT_EACH_QUANTIZED(what, f)                                                                                            \
-    what(Q4_0, f) what(Q4_1, f) what(Q5_0, f) what(Q5_1, f) what(Q8_0, f) what(Q2_K, f) what(Q3_K, f) what(Q4_K, f)              \
-    what(Q5_K, f) what(Q6_K, f) what(IQ4_NL, f) what(IQ4_XS, f)
-#define KTOPT_EACH_FLOAT(what, f) what(F32, f) what(F16, f) what(BF16, f)
+#define KTOPT_FILL(kind, rows_function, numbers_function) \
+    k.rows[kind] = rows_function<kind>;                   \
+    k.dequantize[kind] = numbers_function<kind>;
+#define KTOPT_EACH_QUANTIZED(what, f, n)                                                                            \
+    what(Q4_0, f, n) what(Q4_1, f, n) what(Q5_0, f, n) what(Q5_1, f, n) what(Q8_0, f, n) what(Q2_K, f, n)           \
+    what(Q3_K, f, n) what(Q4_K, f, n) what(Q5_K, f, n) what(Q6_K, f, n) what(IQ4_NL, f, n) what(IQ4_XS, f, n)
+#define KTOPT_EACH_FLOAT(what, f, n) what(F32, f, n) what(F16, f, n) what(BF16, f, n)
 
 }  // namespace
 }  // namespace ktopt

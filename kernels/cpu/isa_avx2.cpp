@@ -57,6 +57,6 @@ constexpr RowsFunction floats = float_rows<kind>;
 
 }  // namespace
 
-KTOPT_KERNELS(avx2_kernels, "avx2", quantized, floats);
+KTOPT_KERNELS(avx2_kernels, "avx2", quantized, floats, dequantize);
 
 }  // namespace ktopt

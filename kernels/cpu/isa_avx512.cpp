@@ -318,6 +318,43 @@ void wide_rows(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t co
         });
 }
 
+// 16 numbers to their place, rounded to nearest even where they become bfloat16. They are no NaN: scales are finite.
+inline void store_numbers(__m512 x, void* out, int64_t at, bool bfloat16) {
+    if (!bfloat16) {
+        _mm512_storeu_ps(static_cast<float*>(out) + at, x);
+        return;
+    }
+    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff)), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(out) + at), _mm512_cvtepi32_epi16(rounded));
+}
+
+template <int kind>
+void wide_dequantize(const uint8_t* row, int64_t columns, void* out, bool bfloat16) {
+    using F = Format<kind>;
+    constexpr bool SIGNED = F::ZERO == 128 && !VNNI;
+    alignas(64) float scale[16], offset[16];
+    alignas(64) uint8_t u[64];
+    for (int64_t start = 0; start < columns; start += 256, row += F::SPAN) {
+        const int64_t count = columns - start < 256 ? columns - start : 256;
+        const Groups g = Wide<kind>::groups(row, int(count / 32));
+        _mm512_store_ps(scale, g.scale);
+        _mm512_store_ps(offset, g.offset);
+        for (int c = 0; 64 * c < count; c++) {
+            const __m512i chunk = Wide<kind>::chunk(row, c, 64 * c + 32 < count);
+            _mm512_store_si512(u, chunk);
+            for (int i = 64 * c; i < 64 * c + 64 && i < count; i += 16) {
+                const __m128i few = load16(u + i % 64);
+                const __m512i wide = SIGNED ? _mm512_cvtepi8_epi32(few)
+                                            : _mm512_sub_epi32(_mm512_cvtepu8_epi32(few), _mm512_set1_epi32(F::ZERO));
+                __m512 number = _mm512_mul_ps(_mm512_cvtepi32_ps(wide), _mm512_set1_ps(scale[i / F::GROUP]));
+                if constexpr (F::OFFSETS) number = _mm512_sub_ps(number, _mm512_set1_ps(offset[i / F::GROUP]));
+                store_numbers(number, out, start + i, bfloat16);
+            }
+        }
+    }
+}
+
 template <int kind>
 inline __m512 load_floats(const uint8_t* p, __mmask16 there) {
     if constexpr (kind == F32) return _mm512_maskz_loadu_ps(there, p);
@@ -365,9 +402,9 @@ void wide_float_rows(const uint8_t* weight, size_t row_bytes, int64_t rows, int6
 }  // namespace
 
 #if defined(__AVX512VNNI__)
-KTOPT_KERNELS(avx512vnni_kernels, "avx512vnni", wide_rows, wide_float_rows);
+KTOPT_KERNELS(avx512vnni_kernels, "avx512vnni", wide_rows, wide_float_rows, wide_dequantize);
 #else
-KTOPT_KERNELS(avx512_kernels, "avx512", wide_rows, wide_float_rows);
+KTOPT_KERNELS(avx512_kernels, "avx512", wide_rows, wide_float_rows, wide_dequantize);
 #endif
 
 }  // namespace ktopt

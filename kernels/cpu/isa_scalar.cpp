@@ -29,6 +29,6 @@ constexpr RowsFunction floats = float_rows<kind>;
 
 }  // namespace
 
-KTOPT_KERNELS(scalar_kernels, "scalar", quantized, floats);
+KTOPT_KERNELS(scalar_kernels, "scalar", quantized, floats, dequantize);
 
 }  // namespace ktopt

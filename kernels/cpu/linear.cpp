@@ -118,42 +118,33 @@ bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, 
         stride = size_t(activation_blocks(weight.columns));
         auto* quantized = static_cast<Activations*>(activations_scratch.take(size_t(tokens) * stride * sizeof(Activations)));
         if (quantized == nullptr) return false;
-        for (int64_t t = 0; t < tokens; t++) isa.quantize(floats + t * weight.columns, weight.columns, quantized + size_t(t) * stride);
+        for (int64_t t = 0; t < tokens; t++)
+            isa.quantize(floats + t * weight.columns, weight.columns, quantized + size_t(t) * stride);
         operand = quantized;
     }
     const Split split(weight, weight.rows * int64_t(bytes) * (1 + tokens / 2), threads);
     run(split, threads, [&](int64_t part) {
         const int64_t begin = split.begin(part);
-        isa.rows[weight.kind](weight.data + size_t(begin) * bytes, bytes, split.count(part), weight.columns, operand, stride, tokens,
-                              out + begin, size_t(out_stride));
+        isa.rows[weight.kind](weight.data + size_t(begin) * bytes, bytes, split.count(part), weight.columns, operand, stride,
+                              tokens, out + begin, size_t(out_stride));
     });
     return true;
 }
 
-bool dequantize(const Matrix& weight, void* out, bool bfloat16, int threads) {
-    const Kernels& isa = kernels();
-    const int64_t bytes = row_bytes(weight);
-    std::atomic<bool> memory{true};
-    const Split split(weight, weight.rows * weight.columns * 2, threads);
+void dequantize(const Matrix& weight, void* out, bool bfloat16, int threads) {
+    const DequantizeFunction one = kernels().dequantize[weight.kind];
+    const int64_t bytes = row_bytes(weight), out_bytes = weight.columns * (bfloat16 ? 2 : 4);
+    const Split split(weight, weight.rows * weight.columns, threads);
     run(split, threads, [&](int64_t part) {
-        auto* row = bfloat16 ? static_cast<float*>(floats_scratch.take(size_t(weight.columns) * sizeof(float))) : nullptr;
-        if (bfloat16 && row == nullptr) {
-            memory = false;
-            return;
-        }
         for (int64_t r = split.begin(part); r < split.begin(part) + split.count(part); r++) {
-            const uint8_t* stored = weight.data + r * bytes;
-            if (!bfloat16) {
-                isa.dequantize[weight.kind](stored, weight.columns, static_cast<float*>(out) + r * weight.columns);
-            } else if (weight.kind == BF16) {
-                std::memcpy(static_cast<uint16_t*>(out) + r * weight.columns, stored, size_t(bytes));
+            uint8_t* to = static_cast<uint8_t*>(out) + r * out_bytes;
+            if (bytes == out_bytes && (weight.kind == F32 || weight.kind == BF16)) {
+                std::memcpy(to, weight.data + r * bytes, size_t(bytes));
             } else {
-                isa.dequantize[weight.kind](stored, weight.columns, row);
-                isa.narrow(row, weight.columns, static_cast<uint16_t*>(out) + r * weight.columns);
+                one(weight.data + r * bytes, weight.columns, to, bfloat16);
             }
         }
     });
-    return memory;
 }
 
 int64_t first_bad_row(const Matrix& weight, int threads) {

@@ -20,7 +20,7 @@ const char* refuses(int64_t kind, int64_t rows, int64_t columns, int64_t nbytes)
 bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, float* out, int64_t out_stride, int threads);
 
 // The whole matrix as float32, or rounded to bfloat16: (rows, columns).
-bool dequantize(const Matrix& weight, void* out, bool bfloat16, int threads);
+void dequantize(const Matrix& weight, void* out, bool bfloat16, int threads);
 
 // The first row with a scale that is inf or NaN, or -1. Plain floats have no scales.
 int64_t first_bad_row(const Matrix& weight, int threads);

@@ -1,5 +1,5 @@
-// The Python module ktopt.kernels.cpu._cpu: numbers and addresses in, no tensors. kernels/cpu/__init__.py is its caller, and sees to it
-// that addresses are those of buffers large enough; sizes of weights are checked here once more.
+// The Python module ktopt.kernels.cpu._cpu: numbers and addresses in, no tensors. kernels/cpu/__init__.py is its caller, and sees
+// to it that addresses are those of buffers large enough; sizes of weights are checked here once more.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -64,11 +64,9 @@ PyObject* dequantize(PyObject*, PyObject* const* given, Py_ssize_t count) {
         PyErr_SetString(PyExc_ValueError, "dequantize: the result has no address");
         return nullptr;
     }
-    bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = ktopt::dequantize(weight, address<void>(n[5]), n[6] != 0, int(n[7]));
+    ktopt::dequantize(weight, address<void>(n[5]), n[6] != 0, int(n[7]));
     Py_END_ALLOW_THREADS
-    if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

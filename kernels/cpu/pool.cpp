@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -18,6 +19,7 @@ namespace ktopt {
 namespace {
 
 constexpr auto WATCH = std::chrono::microseconds(50);
+constexpr int MOST_SKIPPED = 255;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -55,11 +57,9 @@ public:
         next_.store(0, std::memory_order_relaxed);
         ticket_.fetch_add(1);
         open_.store(true);
-        if (asleep_.load() > 0) {
-            std::lock_guard<std::mutex> lock(mutex_);
-            wake_.notify_all();
-        }
-        work();
+        const bool called = call_sleepers();
+        const int64_t own = work();
+        helped(called, own < parts);
         open_.store(false);  // who comes now finds the door shut; who is inside is waited for
         if (inside_.load() != 0 && !watch([this] { return inside_.load() == 0; }))
             while (inside_.load() != 0) std::this_thread::yield();
@@ -77,8 +77,29 @@ private:
         return true;
     }
 
-    void work() {
-        for (int64_t part; (part = next_.fetch_add(1, std::memory_order_relaxed)) < parts_;) function_(job_, part);
+    // Waking a thread takes as long as a small job, and on a busy machine the thread comes too late. So after calls that brought no
+    // help some jobs go without, up to MOST_SKIPPED. A thread that is still watching helps without a call.
+    bool call_sleepers() {
+        if (asleep_.load() == 0 || skip_-- > 0) return false;
+        std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+        return true;
+    }
+
+    void helped(bool called, bool help) {
+        if (help) {
+            backoff_ = skip_ = 0;
+        } else if (called) {
+            backoff_ = std::min(2 * backoff_ + 1, MOST_SKIPPED);
+            skip_ = backoff_;
+        }
+    }
+
+    // Does parts while there are any, and answers how many.
+    int64_t work() {
+        int64_t done = 0;
+        for (int64_t part; (part = next_.fetch_add(1, std::memory_order_relaxed)) < parts_; done++) function_(job_, part);
+        return done;
     }
 
     void serve() {
@@ -98,7 +119,7 @@ private:
 
     std::mutex owner_, mutex_;
     std::condition_variable wake_;
-    int workers_ = 0;
+    int workers_ = 0, skip_ = 0, backoff_ = 0;
     Part function_ = nullptr;
     void* job_ = nullptr;
     int64_t parts_ = 0;

@@ -51,18 +51,17 @@ constexpr int64_t activation_blocks(int64_t columns) { return (columns + 255) / 
 
 // Rows [0, rows) of a matrix, `row_bytes` apart, times `tokens` vectors: out[t * out_stride + r]. `x` is Activations for quantised
 // kinds and float for the others, x_stride elements of it from a token to the next.
-using RowsFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t columns, const void* x, size_t x_stride,
-                              int64_t tokens, float* out, size_t out_stride);
+using RowsFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t columns, const void* x,
+                              size_t x_stride, int64_t tokens, float* out, size_t out_stride);
 
-// One row as float32 or bfloat16.
-using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, float* out);
+// One row as float32, or rounded to bfloat16.
+using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, void* out, bool bfloat16);
 
 // What one instruction set has.
 struct Kernels {
     const char* name;
     void (*quantize)(const float* x, int64_t columns, Activations* out);
     void (*widen)(const uint16_t* bfloat16, int64_t count, float* out);
-    void (*narrow)(const float* x, int64_t count, uint16_t* bfloat16);
     RowsFunction rows[KINDS];
     DequantizeFunction dequantize[KINDS];
 };
