@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 
 COMPARED = ("cls", "operator", "kwargs", "prefill_device", "generate_device", "dtype", "replicas", "inside", "runs", "weight_bytes")
@@ -107,29 +107,9 @@ def device_bytes(plan: Plan) -> dict[str, int]:
     return {device: count for device, count in totals.items() if count}
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
 def fold(paths: Iterable[str]) -> list[str]:
-    """Paths with the first number that varies folded into ranges: "model.layers.{0..2,5}.mlp" for four of them."""
-    groups: dict[str, list[int]] = {}
-    for path in paths:
-        number = _NUMBER.search(path)
-        key = path[: number.start()] + "\0" + path[number.end() :] if number else path
-        groups.setdefault(key, []).append(int(number.group()) if number else -1)
-    return [key.replace("\0", _ranges(numbers)) if "\0" in key else key or "(the model)" for key, numbers in groups.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    spans: list[list[int]] = []
-    for n in sorted(numbers):
-        if spans and n == spans[-1][1] + 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    if len(spans) == 1 and spans[0][0] == spans[0][1]:
-        return str(spans[0][0])
-    return "{" + ",".join(str(a) if a == b else f"{a}..{b}" for a, b in spans) + "}"
+    """Paths with their numbers folded into ranges: "model.layers.{0..2,5}.mlp" for four of them."""
+    return [pattern.text or "(the model)" for pattern in fold_paths(paths)]
 
 
 def _show(value: Any) -> str:

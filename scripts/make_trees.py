@@ -19,7 +19,7 @@ from typing import Any
 from ktopt.models import shipped, treefile
 from ktopt.models.treefile import FORMAT
 from ktopt.trees import build_meta_model, rows_of
-from ktopt.trees.cache import transformers_version
+from ktopt.versions import installed
 
 
 def build(name: str, entry: dict[str, Any]) -> bytes:
@@ -27,7 +27,7 @@ def build(name: str, entry: dict[str, Any]) -> bytes:
     model = build_meta_model(entry["config"], name)
     head = {key: entry[key] for key in ("hf_repo", "config")}
     tree = treefile.encode(rows_of(model))
-    return treefile.pack({"format": FORMAT, "name": name, "transformers": transformers_version(), **head, **tree})
+    return treefile.pack({"format": FORMAT, "name": name, "transformers": installed("transformers"), **head, **tree})
 
 
 def imported(file: Path) -> dict[str, dict[str, Any]]:
@@ -52,9 +52,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         entries = committed()
-        others = {entry["transformers"] for entry in entries.values()} - {transformers_version()}
+        others = {entry["transformers"] for entry in entries.values()} - {installed("transformers")}
         if others:
-            print(f"trees not checked: they were built by transformers {', '.join(others)}, here is {transformers_version()}")
+            print(f"trees not checked: they were built by transformers {', '.join(others)}, here is {installed('transformers')}")
             return 0
         wrong = stale(entries)
         print(f"out of date: {', '.join(wrong)}; run scripts/make_trees.py" if wrong else f"{len(entries)} trees are current")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktopt.cli.folding import fold_paths, number_ranges
 from ktopt.cli.plan_table import plan_table
 from ktopt.cli.table import Column, layout, wrap_path
 from ktopt.cli.terminal import size
+from ktopt.folding import fold_paths, number_ranges
 from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
 
 GOES = "quantised kernels are not in this version"

@@ -22,6 +22,7 @@ from ktopt.graph import ModuleGraph, Tensor
 from ktopt.models import treefile
 from ktopt.trees import build_meta_model, graph_from_module, known_models, load_tree, model_config
 from ktopt.trees import cache as tree_cache
+from ktopt.versions import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = ROOT.parent / "shared" / "facts" / "transformers_module_trees.txt"
@@ -91,7 +92,7 @@ def test_kimi_k2_is_built_as_deepseek_v3() -> None:
 def test_every_committed_tree_is_current() -> None:
     make_trees = script()
     entries = make_trees.committed()
-    if {entry["transformers"] for entry in entries.values()} != {tree_cache.transformers_version()}:
+    if {entry["transformers"] for entry in entries.values()} != {installed("transformers")}:
         pytest.skip("the trees were built by another transformers version")
     assert len(entries) == 20
     assert make_trees.stale(entries) == []
@@ -221,7 +222,7 @@ def test_a_gguf_file_is_known_by_its_magic(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_shipped_models_own_config_needs_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ktopt.trees, "build_meta_model", lambda *_: pytest.fail("built"))
-    if tree_cache.transformers_version() != script().committed()["kimi-k2"]["transformers"]:
+    if installed("transformers") != script().committed()["kimi-k2"]["transformers"]:
         pytest.skip("the trees were built by another transformers version")
     config = model_config("kimi-k2")
     config.update(transformers_version="9.9", auto_map={"AutoModel": "code.py"}, quantization_config={"quant_method": "fp8"})
@@ -252,7 +253,7 @@ def test_a_cache_file_of_another_config_is_not_believed(cache_folder: Path) -> N
     load_tree(TINY)
     (file,) = cache_folder.iterdir()
     other = {**TINY, "num_hidden_layers": 3}
-    (cache_folder / f"{tree_cache.key_of(other, tree_cache.transformers_version())}.json.gz").write_bytes(file.read_bytes())
+    (cache_folder / f"{tree_cache.key_of(other, installed('transformers'))}.json.gz").write_bytes(file.read_bytes())
     assert load_tree(other).layer_count == 3
 
 

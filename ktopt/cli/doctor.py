@@ -6,13 +6,14 @@ import argparse
 import json
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import Any
 
 from ktopt import __version__
 from ktopt.cli.terminal import size, style_of
 from ktopt.hardware import cpu_model, detect
 from ktopt.placement import Hardware
+from ktopt.versions import installed
 
 NEEDED = ("torch", "transformers", "gguf", "safetensors", "numpy")
 USEFUL_FEATURES = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx", "neon", "asimd", "sve")
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 def gather() -> dict[str, Any]:
     """The facts as plain values: versions, machine, flashinfer, operator plug-ins, and the needed packages that are missing."""
     machine = detect()
-    versions = {name: _version(name) for name in NEEDED}
+    versions = {name: installed(name) or None for name in NEEDED}
     return {
         "ktopt": __version__,
         "python": platform.python_version(),
@@ -49,7 +50,7 @@ def gather() -> dict[str, Any]:
         },
         "ram_bytes": machine.ram_bytes,
         "gpus": [{"name": d.name, "model": d.model, "memory_bytes": d.memory_bytes, "sm": d.sm} for d in machine.devices],
-        "flashinfer": flashinfer(_version("flashinfer-python"), machine),
+        "flashinfer": flashinfer(installed("flashinfer-python") or None, machine),
         "operator_plugins": plugins(),
     }
 
@@ -79,13 +80,6 @@ def plugins() -> list[dict[str, str]]:
             error = f"{type(problem).__name__}: {problem}"
         found.append({"name": entry.name, "module": entry.value, "error": error})
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _text(facts: dict[str, Any]) -> str:

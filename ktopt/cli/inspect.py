@@ -8,10 +8,10 @@ import sys
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ktopt.cli.folding import fold_paths
 from ktopt.cli.options import add_model
 from ktopt.cli.table import Column, layout
 from ktopt.cli.terminal import columns, style_of
+from ktopt.folding import fold_paths
 from ktopt.graph import Module, ModuleGraph
 from ktopt.render.style import plural, printable
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ktopt.cli.folding import fold_paths
 from ktopt.cli.table import Column, layout, wrap_path
 from ktopt.cli.terminal import size
+from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
 from ktopt.render.style import PLAIN, Style, plural, printable

@@ -20,6 +20,7 @@ from ktopt.models.family import Family, Was
 from ktopt.models.shipped import known_models, model_config
 from ktopt.models.treefile import MODULES_MAX, Row
 from ktopt.trees import cache as tree_cache
+from ktopt.versions import installed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +129,7 @@ def _is_gguf(path: Path) -> bool:
 def _from_config(config: Mapping[str, Any], name: str, where: str) -> ModuleGraph:
     config = plain_config(config, where)
     model_type = check_config(config, where)
-    version = tree_cache.transformers_version()
+    version = installed("transformers")
     same = shipped.find_same(config, version)
     if same:
         return _assemble(treefile.decode(shipped.read(same)), name, config, model_type)

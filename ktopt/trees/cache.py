@@ -11,23 +11,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ktopt.models import treefile
 from ktopt.models.treefile import FORMAT, Row
-
-
-@cache
-def transformers_version() -> str:
-    """The installed transformers' version, without importing it ("" where it isn't installed)."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        return ""
 
 
 def folder() -> Path | None:

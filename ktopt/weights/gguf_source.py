@@ -10,8 +10,8 @@ from ktopt.weights.gguf import GGUFFile, open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.names import GGUFNames, check_model_type
 from ktopt.weights.pages import drop_pages
-from ktopt.weights.recipes import Recipe, assemble, gathered
-from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
+from ktopt.weights.recipes import RecipeBook, assemble, gathered
+from ktopt.weights.source import StoredTensor, WeightError
 
 if TYPE_CHECKING:
     import numpy
@@ -30,20 +30,20 @@ class GGUFSource:
             self.file.close()
             raise
         self.path = Path(path)
-        self._recipes: dict[str, Recipe | None] = {}
+        self._recipes = RecipeBook(self._names.recipe, self._missing)
 
     @property
     def files(self) -> tuple[Path, ...]:
         return self.file.files
 
     def __contains__(self, name: str) -> bool:
-        return self._recipe(name) is not None
+        return self._recipes.get(name) is not None
 
     def names(self) -> Iterator[str]:
         return self._names.names()
 
     def stored(self, name: str) -> StoredTensor:
-        recipe = self._needed(name)
+        recipe = self._recipes.needed(name)
         tensors = [self.file.tensors[part.stored] for part in recipe.parts]
         return StoredTensor(
             name,
@@ -55,7 +55,7 @@ class GGUFSource:
         )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        recipe = self._needed(name)
+        recipe = self._recipes.needed(name)
         try:
             return assemble(recipe, self._fetch, dtype, device)
         except WeightError as error:
@@ -65,7 +65,7 @@ class GGUFSource:
                 drop_pages(self.file.parts[tensor.part].data, tensor.offset, tensor.nbytes)
 
     def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
-        recipe = self._needed(name)
+        recipe = self._recipes.needed(name)
         if not recipe.as_stored:
             raise WeightError(f"{self.path}: {name} can't be handed out as stored: the file has it transposed or shifted, use read")
         return [
@@ -85,14 +85,5 @@ class GGUFSource:
         tensor = self.file.tensors[stored]
         return self.file.bytes_of(tensor), tensor.type, tensor.shape
 
-    def _recipe(self, name: str) -> Recipe | None:
-        if name not in self._recipes:
-            self._recipes[name] = self._names.recipe(name)
-        return self._recipes[name]
-
-    def _needed(self, name: str) -> Recipe:
-        recipe = self._recipe(name)
-        if recipe is None:
-            called = self._names.stored_name(name)
-            raise MissingTensor(f"{self.path} has no {called or 'tensor'} for the parameter {name}")
-        return recipe
+    def _missing(self, name: str) -> str:
+        return f"{self.path} has no {self._names.stored_name(name) or 'tensor'} for the parameter {name}"

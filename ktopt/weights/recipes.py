@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ktopt.weights.source import WeightError
+from ktopt.weights.source import MissingTensor, WeightError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,30 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, Any]
 
 Rows = Callable[[], "np.ndarray[Any, Any]"]
+
+
+class RecipeBook:
+    """The recipes of a file's parameters, each written once, when it is first asked for.
+
+    write     gives a parameter's recipe, None where the file doesn't have it
+    missing   says of a parameter that the file doesn't have it
+    """
+
+    def __init__(self, write: Callable[[str], Recipe | None], missing: Callable[[str], str]) -> None:
+        self._write, self._missing = write, missing
+        self._known: dict[str, Recipe | None] = {}
+
+    def get(self, name: str) -> Recipe | None:
+        if name not in self._known:
+            self._known[name] = self._write(name)
+        return self._known[name]
+
+    def needed(self, name: str) -> Recipe:
+        """The parameter's recipe; MissingTensor where there is none."""
+        recipe = self.get(name)
+        if recipe is None:
+            raise MissingTensor(self._missing(name))
+        return recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ktopt.weights.checkpoint_names import CheckpointNames
 from ktopt.weights.pages import drop_pages
-from ktopt.weights.recipes import Recipe, assemble
+from ktopt.weights.recipes import RecipeBook, assemble
 from ktopt.weights.safetensors import SafetensorsFile, open_files
-from ktopt.weights.source import MissingTensor, StoredTensor, WeightError
+from ktopt.weights.source import StoredTensor, WeightError
 
 if TYPE_CHECKING:
     import numpy
@@ -36,20 +36,20 @@ class SafetensorsSource:
             self.close()
             raise
         self._names = CheckpointNames(tensors, known, str(self.path))
-        self._recipes: dict[str, Recipe | None] = {}
+        self._recipes = RecipeBook(self._names.recipe, lambda name: f"{self.path} has no tensor for the parameter {name}")
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(file.path for file in self._files)
 
     def __contains__(self, name: str) -> bool:
-        return self._recipe(name) is not None
+        return self._recipes.get(name) is not None
 
     def names(self) -> Iterator[str]:
         return self._names.names()
 
     def stored(self, name: str) -> StoredTensor:
-        recipe = self._needed(name)
+        recipe = self._recipes.needed(name)
         parts = [self._holder[part.stored].tensors[part.stored] for part in recipe.parts]
         return StoredTensor(
             name,
@@ -61,7 +61,7 @@ class SafetensorsSource:
         )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        recipe = self._needed(name)
+        recipe = self._recipes.needed(name)
         try:
             return assemble(recipe, self._fetch, dtype, device, self._block)
         except WeightError as error:
@@ -72,7 +72,7 @@ class SafetensorsSource:
                 drop_pages(file.data, file.tensors[part.stored].offset, file.tensors[part.stored].nbytes)
 
     def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
-        recipe = self._needed(name)
+        recipe = self._recipes.needed(name)
         if not recipe.as_stored:
             raise WeightError(f"{self.path}: {name} can't be handed out as stored: it has scales beside it, use read")
         fetched = (self._fetch(part.stored) for part in recipe.parts)
@@ -90,17 +90,6 @@ class SafetensorsSource:
         file = self._holder[stored]
         tensor = file.tensors[stored]
         return file.bytes_of(tensor), tensor.type, tensor.shape
-
-    def _recipe(self, name: str) -> Recipe | None:
-        if name not in self._recipes:
-            self._recipes[name] = self._names.recipe(name)
-        return self._recipes[name]
-
-    def _needed(self, name: str) -> Recipe:
-        recipe = self._recipe(name)
-        if recipe is None:
-            raise MissingTensor(f"{self.path} has no tensor for the parameter {name}")
-        return recipe
 
 
 def _config_beside(path: Path) -> Mapping[str, Any] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ktopt.pattern.numbers import runs
+
 Numbers = tuple[int, ...]
 
 
@@ -54,12 +56,7 @@ def _products(members: list[Numbers]) -> list[tuple[list[str], list[Numbers]]]:
 
 def number_ranges(numbers: Iterable[int]) -> str:
     """ "7" for one number, "{0..2,5}" for more."""
-    spans: list[list[int]] = []
-    for n in sorted(numbers):
-        if spans and n == spans[-1][1] + 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
+    spans = runs(numbers)
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return str(spans[0][0])
     return "{" + ",".join(str(a) if a == b else f"{a}..{b}" for a, b in spans) + "}"
