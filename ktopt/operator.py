@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -28,6 +28,8 @@ def option(
     op: bool = False,
     ignored: str = "",
     ignored_when: Callable[[Any], str] | None = None,
+    read_by: tuple[str, ...] = (),
+    minimum: int | None = None,
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of an OperatorConfig.
@@ -38,8 +40,19 @@ def option(
     op        the value names one of the operator's inner ops
     ignored   accepted because upstream files carry it, but nothing reads it: why, in words
     ignored_when   of a value: why this value has no effect here, or "" where it has
+    read_by   the inner ops that read it, where not all do
+    minimum   the least value of a number
     """
-    meta = {"help": help, "aliases": aliases, "device": device, "op": op, "ignored": ignored, "ignored_when": ignored_when}
+    meta = {
+        "help": help,
+        "aliases": aliases,
+        "device": device,
+        "op": op,
+        "ignored": ignored,
+        "ignored_when": ignored_when,
+        "read_by": read_by,
+        "minimum": minimum,
+    }
     if default_factory is not dataclasses.MISSING:
         return field(default_factory=default_factory, metadata=meta)
     return field(default=default, metadata=meta)
@@ -66,8 +79,10 @@ class OperatorConfig:
 class PlacedConfig(OperatorConfig):
     """kwargs of every operator that is placed by a rule. None means the module's place, or else the plan's default device."""
 
-    generate_device: str | None = option(None, help="device of the weights and of decoding", device=True)
-    prefill_device: str | None = option(None, help="device of prefill", device=True)
+    generate_device: str | None = option(None, help="device of the weights, of prefill and of decoding", device=True)
+    prefill_device: str | None = option(
+        None, help="device of prefill in KTransformers; recorded only: prefill runs on generate_device in this version", device=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +180,18 @@ def operator(name: str, **spec: Any) -> Callable[[type[OperatorConfig]], type[Op
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with one kwarg. `key` as written; `kind` is unknown, type, value, missing or ignored."""
+    """Something wrong with one kwarg. `key` as written; `kind` is unknown, type, value, missing, ignored (nothing reads it),
+    or idle (right, and without effect in this version: a phase or a kernel that isn't there yet)."""
 
     key: str
-    kind: Literal["unknown", "type", "value", "missing", "ignored"]
+    kind: Literal["unknown", "type", "value", "missing", "ignored", "idle"]
     message: str
     suggestion: str = ""
 
 
 def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[OperatorConfig | None, list[Problem]]:
-    """An operator's config from YAML kwargs, with every problem found. The config is None when a problem is more than "ignored"."""
+    """An operator's config from YAML kwargs, with every problem found. The config is None when a problem is more than "ignored" or
+    "idle"."""
     config: Any = spec.config
     known, hints = option_names(config), field_types(config)
     values: dict[str, Any] = {}
@@ -200,11 +217,36 @@ def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[Operato
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and f.name not in values:
             problems.append(Problem(f.name, "missing", f"{spec.name} needs `{f.name}`: {f.metadata.get('help', '')}"))
-    if all(p.kind == "ignored" for p in problems):
+    if not any(_spoils(p) for p in problems):
         problems += spec.config.cross_check(values)
-    if any(p.kind != "ignored" for p in problems):
+    if any(_spoils(p) for p in problems):
         return None, problems
-    return spec.config(**values), problems
+    made = spec.config(**values)
+    return made, [*problems, *_idle(spec, made, {known[key]: key for key in kwargs})]
+
+
+def _spoils(problem: Problem) -> bool:
+    return problem.kind not in ("ignored", "idle")
+
+
+PREFILL = "prefill runs by the generate op on the generate device in this version"
+
+
+def _idle(spec: OperatorSpec, config: OperatorConfig, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Kwargs that are right by themselves and of no effect beside the others; `given` is field name -> key as written."""
+    op = spec.ops.get(str(getattr(config, "generate_op", None)))
+    for name, key in given.items():
+        value, meta = getattr(config, name), config.__dataclass_fields__[name].metadata
+        readers = meta.get("read_by", ())
+        if name in ("prefill_device", "prefill_op"):
+            generate = getattr(config, name.replace("prefill", "generate"), None)
+            if not meta.get("ignored") and value not in (None, "None", generate) and generate is not None:
+                yield Problem(key, "idle", f"`{key}: {value}` has no effect: {PREFILL}, {generate}")
+        elif readers and op is not None and op.name not in readers:
+            only = f"only {' and '.join(readers)} read{'s' * (len(readers) == 1)} it"
+            yield Problem(key, "ignored", f"`{key}: {value}` has no effect: {only}, and the rule's generate_op is {op.name}")
+        elif readers and op is not None and op.needs:
+            yield Problem(key, "idle", f"`{key}: {value}` has no effect: {op.name} would read it, and {op.needs}")
 
 
 def without_effect(config: OperatorConfig) -> list[str]:
@@ -222,6 +264,9 @@ def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[st
         wanted = f"the name of an op of {spec.name} ({', '.join(spec.ops)})" if meta.get("op") else describe_type(hint)
         written = "null" if value is None else repr(value)
         return Problem(key, "type", f"`{key}` must be {wanted}, not {written}"), value
+    least = meta.get("minimum")
+    if least is not None and isinstance(value, int | float) and value < least:
+        return Problem(key, "value", f"`{key}` must be at least {least}, not {value}"), value
     if meta.get("device") and value is not None:
         try:
             value = canonical_device(value)

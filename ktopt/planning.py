@@ -15,13 +15,14 @@ from ktopt import __version__
 from ktopt.diagnostics import Report, UsageError
 from ktopt.graph import Module, ModuleGraph
 from ktopt.match import Decision, Matches
-from ktopt.operator import Op, OperatorConfig, OperatorSpec, without_effect
+from ktopt.operator import PREFILL, Op, OperatorConfig, OperatorSpec, without_effect
 from ktopt.placement import Hardware, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.registry import find
 from ktopt.ruleset import Rule, RuleSet
 from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
+from ktopt.versions import installed
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be held in."""
@@ -95,23 +96,13 @@ def make_plan(ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: P
         errors=tuple(str(d) for d in report.errors),
         notes=planner.notes(),
         ktopt_version=__version__,
-        transformers_version=transformers_version(),
+        transformers_version=installed("transformers"),
     )
 
 
 def _rule_ref(rule: Rule, active: bool) -> RuleRef:
     start = rule.origin.span.start
     return RuleRef(rule.id, rule.origin.file, start.line, start.column, rule.replace.operator.name, active)
-
-
-def transformers_version() -> str:
-    """The installed transformers' version, without importing it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        return ""
 
 
 def rule_devices(ruleset: RuleSet, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
@@ -136,6 +127,7 @@ class _Planner:
         default = find("default")
         assert default is not None
         self.default = default
+        self.splits_prefill = False
         self.rulings: dict[tuple[Any, ...], _Ruling] = {}
 
     def steps(self) -> tuple[Step, ...]:
@@ -218,7 +210,19 @@ class _Planner:
         notes += [f"{asked} gives way to {op}: {why}" for asked, (op, why) in runs.items()]
         if replicas:
             notes.append(f"one copy each on {', '.join((generate, *replicas))}: upstream had one per layer")
+        self._check_prefill(rule, config, generate, prefill)
         return _Ruling(rule.replace.operator, config, config.to_kwargs(), prefill, generate, replicas, runs, tuple(notes))
+
+    def _check_prefill(self, rule: Rule, config: OperatorConfig, generate: str, prefill: str) -> None:
+        """KT408 where a prefill device is given and the generate device comes from elsewhere, so that only a plan can compare them;
+        and a note of the plan wherever prefill was to run elsewhere than decoding, or by another op."""
+        given = rule.replace.given
+        if prefill != generate and "prefill_device" in given and "generate_device" not in given:
+            message = f"rule {rule.number}: `prefill_device: {given['prefill_device']}` has no effect: {PREFILL}, {generate}"
+            self.report.info("KT408", message, rule.replace.kwarg_origins.get("prefill_device", rule.replace.origin))
+        ops = [getattr(config, name, None) for name in ("generate_op", "prefill_op")]
+        if prefill != generate or ("prefill_op" in given and ops[1] not in (ops[0], "None")):
+            self.splits_prefill = True
 
     def _devices(self, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
         """(generate, prefill) of a rule's modules, remapped."""
@@ -327,6 +331,8 @@ class _Planner:
         if self.matches.needs_hardware:
             ids = ", ".join(self.ruleset.rules[i].id for i in self.matches.needs_hardware)
             made.append(f"rules {ids} ask about the machine: plan with --hardware to settle them")
+        if self.splits_prefill:
+            made.append(PREFILL)
         return tuple(made)
 
     def _file_origin(self) -> Origin:

@@ -51,6 +51,8 @@ def _option(spec: OperatorSpec, f: dataclasses.Field[Any], hint: Any) -> dict[st
     schema = type_schema(hint, {"type": "string", "pattern": DEVICE_PATTERN} if is_device else None)
     if f.metadata.get("op"):
         schema = {"enum": list(spec.ops)}
+    if f.metadata.get("minimum") is not None:
+        schema["minimum"] = f.metadata["minimum"]
     help = f.metadata.get("help", "")
     if f.metadata.get("ignored"):
         help += f" (has no effect: {f.metadata['ignored']})"

@@ -34,15 +34,19 @@ CPU_W8A8_OP = Op("KExpertsCPUW8A8", ("cpu",), "KExpertsCPU fed from an NPU", cou
 class W8A8LinearConfig(LinearConfig):
     """kwargs of KTransformersLinearW8A8A2."""
 
-    generate_op: str = option("KLinearTorchW8A8A2", help="op of decoding", op=True)
-    prefill_op: str = option("KLinearTorchW8A8A2", help="op of prefill", op=True)
+    generate_op: str = option("KLinearTorchW8A8A2", help="op of prefill and of decoding", op=True)
+    prefill_op: str = option(
+        "KLinearTorchW8A8A2",
+        help="op of prefill in KTransformers; recorded only: generate_op does prefill too in this version",
+        op=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class W8A8ExpertsConfig(ExpertsConfig):
     """kwargs of KTransformersExpertsW8A8."""
 
-    generate_op: str = option("KExpertsCPUW8A8", help="op of decoding", op=True)
+    generate_op: str = option("KExpertsCPUW8A8", help="op of prefill and of decoding", op=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,9 @@ class CpuExpertsConfig(OperatorConfig):
 
     n_routed_experts: int | None = option(None, help="number of experts", ignored="the model's config says it")
     device: str | None = option(None, help="device of the weights", device=True)
-    out_device: str | None = option(None, help="device of the result", device=True)
+    out_device: str | None = option(
+        None, help="device of the result", device=True, ignored="the plan itself moves a result to where it is needed"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

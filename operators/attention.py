@@ -51,7 +51,13 @@ class AttentionConfig(PlacedConfig):
 class ChunkedAttentionConfig(PlacedConfig):
     """kwargs of the attention modules that upstream gave a chunk size."""
 
-    chunk_size: int = option(1000, help="tokens of a prompt that attention takes at a time", aliases=("chunck_size",))
+    chunk_size: int = option(
+        1000,
+        help="tokens of a prompt that attention takes at a time",
+        aliases=("chunck_size",),
+        minimum=1,
+        ignored="computed by transformers' attention, which takes a prompt whole",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,10 +47,14 @@ Backend = Literal["llamafile", "AMXBF16", "AMXInt8"]
 class ExpertsConfig(PlacedConfig):
     """kwargs of KTransformersExperts and its variants."""
 
-    generate_op: str = option("KExpertsCPU", help="op of decoding", op=True)
-    prefill_op: str = option("KExpertsTorch", help="op of prefill", op=True)
+    generate_op: str = option("KExpertsCPU", help="op of prefill and of decoding", op=True)
+    prefill_op: str = option(
+        "KExpertsTorch", help="op of prefill in KTransformers; recorded only: generate_op does prefill too in this version", op=True
+    )
     out_device: str | None = option(None, help="device of the result; by default the device of the input", device=True)
-    backend: Backend = option("llamafile", help="KExpertsCPU: kernel that computes on the CPU")
+    backend: Backend = option(
+        "llamafile", help="KExpertsCPU: kernel that computes on the CPU", read_by=("KExpertsCPU", "KSFTExpertsCPU")
+    )
 
 
 def not_gated_and_fused(module: Module, config: OperatorConfig) -> str | None:

@@ -28,6 +28,7 @@ class ModelConfig(OperatorConfig):
     generate_device: str | None = option(None, help="device of the weights that the model module itself owns", device=True)
     per_layer_prefill_input_threshold: int = option(
         30000,
+        minimum=0,
         help="longest prompt, in tokens, that is not computed layer by layer; 0 turns layer-wise prefill off",
         aliases=("per_layer_prefill_intput_threshold",),
         ignored_when=layer_wise,

@@ -21,6 +21,7 @@ class RouterConfig(PlacedConfig):
     """kwargs of KMoEGate."""
 
 
+NOT_QUANTISED = "the router's own forward runs; a quantised router is not in this version"
 QWEN_OPS = {op.name: op for op in LINEAR_OPS}
 
 
@@ -38,6 +39,8 @@ QWEN_OPS = {op.name: op for op in LINEAR_OPS}
 class QwenRouterConfig(PlacedConfig):
     """kwargs of KMoEGateQwen2Moe."""
 
-    generate_op: str = option("KLinearMarlin", help="op of decoding under use_quant", op=True)
-    prefill_op: str = option("KLinearMarlin", help="op of prefill under use_quant", op=True)
-    use_quant: bool = option(False, help="compute the logits on a quantised weight")
+    generate_op: str = option("KLinearMarlin", help="op of prefill and of decoding under use_quant", op=True, ignored=NOT_QUANTISED)
+    prefill_op: str = option("KLinearMarlin", help="op of prefill under use_quant", op=True, ignored=NOT_QUANTISED)
+    use_quant: bool = option(
+        False, help="compute the logits on a quantised weight", ignored_when=lambda on: NOT_QUANTISED if on else ""
+    )

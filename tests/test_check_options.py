@@ -91,10 +91,10 @@ def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 class TestCodes:
     def test_select_reports_those_codes_only_and_ignore_all_others(self, cli: Cli, write: Any) -> None:
         write(MIXED)
-        assert codes(cli("r.yaml", "--format", "json")) == ["KT206", "KT501"]
+        assert codes(cli("r.yaml", "--format", "json")) == ["KT206", "KT501", "KT408"]
         assert codes(cli("r.yaml", "--format", "json", "--select", "KT5")) == ["KT501"]
-        assert codes(cli("r.yaml", "--format", "json", "--ignore", "KT5,kt1")) == ["KT206"]
-        assert codes(cli("r.yaml", "--format", "json", "--ignore", "KT5", "--ignore", "KT206")) == []
+        assert codes(cli("r.yaml", "--format", "json", "--ignore", "KT5,kt4")) == ["KT206"]
+        assert codes(cli("r.yaml", "--format", "json", "--ignore", "KT5", "--ignore", "KT206", "--ignore", "KT4")) == []
 
     def test_the_longer_prefix_decides_and_ignore_wins_a_tie(self, cli: Cli, write: Any) -> None:
         write(MIXED)

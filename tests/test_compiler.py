@@ -49,6 +49,26 @@ def test_checks_know_of_the_device_option() -> None:
     assert "KT603" not in {d.code for d in ktopt.check(source, "smollm2-135m", device="cuda:1")}
 
 
+PREFILL = "prefill runs by the generate op on the generate device in this version"
+
+
+def test_a_plan_says_once_that_prefill_runs_where_decoding_does_if_a_rule_wants_it_elsewhere() -> None:
+    assert compiled(LINEARS.replace("prefill_op: KLinearTorch", "prefill_op: KLinearMarlin"), "smollm2-135m").notes == ()
+    assert compiled(LINEARS, "smollm2-135m").notes == (PREFILL,)
+    assert compiled(LINEARS.replace("prefill_device: cuda", "prefill_device: cpu"), "smollm2-135m").notes == (PREFILL,)
+
+
+def test_a_prefill_device_beside_a_generate_device_from_elsewhere_is_compared_once_there_is_a_plan() -> None:
+    source = SourceFile(
+        "rules.yaml", "- match: {class: torch.nn.Linear}\n  replace: {class: KTransformersLinear, kwargs: {prefill_device: cpu}}\n"
+    )
+    found = [d for d in ktopt.check(source, "smollm2-135m") if d.code == "KT408"]
+    assert [(str(d.severity), d.span.start.line, d.message.endswith("in this version, cuda:0")) for d in found] == [
+        ("info", 2, True)
+    ]
+    assert [d for d in ktopt.check(source, "smollm2-135m", device="cpu") if d.code == "KT408"] == []
+
+
 def test_experts_that_no_rule_places_live_on_the_cpu_as_upstream() -> None:
     step = row(compiled(EXPERTS, "mixtral-8x7b"), "model.layers.0.mlp.experts")
     assert (step.generate_device, step.prefill_device) == ("cpu", "cuda:0")

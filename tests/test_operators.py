@@ -81,7 +81,7 @@ def test_every_replacement_in_real_rule_files_takes_its_kwargs_but_the_one_that_
             spec = find(rule["replace"]["class"])
             assert spec is not None, (path.name, rule["replace"]["class"])
             found = build_config(spec, rule["replace"].get("kwargs") or {})[1]
-            wrong += [(path.name, p.message) for p in found if p.kind != "ignored"]
+            wrong += [(path.name, p.message) for p in found if p.kind not in ("ignored", "idle")]
             count += 1
     assert count > 300
     assert wrong == [("Internlm2_5-7b-Chat-1m.yaml", "KLlamaModel takes no `prefill_device`; did you mean `device`?")]
@@ -157,7 +157,7 @@ def test_the_servers_experts_take_none_for_no_prefill_op(name: str) -> None:
 )
 def test_upstreams_misspellings_and_the_right_names_mean_one_option(name: str, spelling: str, value: int, field: str) -> None:
     config, found = build_config(operator(name), {spelling: value})
-    assert found == []
+    assert [p.key for p in found if p.kind != "ignored"] == []
     assert config is not None
     assert config.to_kwargs()[field] == value
 

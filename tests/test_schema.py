@@ -57,6 +57,8 @@ KWARGS = "- match: {name: a}\n  replace: {class: %s, kwargs: {%s}}\n"
 
 @pytest.mark.parametrize(("text", "path", "said"), [
     (KWARGS % ("KTransformersLinear", "generate_op: KX"), "$[0].replace.kwargs.generate_op", "'KX' is not one of ['KLinearTorch'"),
+    (KWARGS % ("KTransformersLinear", "group_size: 0"), "$[0].replace.kwargs.group_size", "0 is less than the minimum of 1"),
+    (KWARGS % ("KTransformersLinear", "num_bits: 3"), "$[0].replace.kwargs.num_bits", "3 is not one of [4, 8]"),
     (KWARGS % ("KTransformersLinear", "generate_device: gpu"), "$[0].replace.kwargs.generate_device", "'gpu' does not match"),
     (KWARGS % ("KTransformersExperts", "backend: avx"), "$[0].replace.kwargs.backend", "'avx' is not one of ['llamafile', "),
     (KWARGS % ("KDeepseekV2Model", "transfer_map: {x: cpu}"), "$[0].replace.kwargs.transfer_map", "'x' does not match"),

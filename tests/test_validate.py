@@ -49,7 +49,7 @@ def test_a_list_rule_becomes_a_rule_with_origins() -> None:
             class: ktransformers.operators.experts.KTransformersExperts
             kwargs:
               generate_device: cpu
-              prefill_device: cuda
+              prefill_device: cpu
               generate_op: KExpertsCPU
           recursive: False
         - match: {class: torch.nn.Linear}
@@ -63,7 +63,7 @@ def test_a_list_rule_becomes_a_rule_with_origins() -> None:
     assert (first.index, first.number, first.id, first.recursive) == (0, 1, "rule-1", False)
     assert first.replace.operator.name == "KTransformersExperts"
     assert first.replace.written == "ktransformers.operators.experts.KTransformersExperts"
-    assert first.replace.given == {"generate_device": "cpu", "prefill_device": "cuda:0", "generate_op": "KExpertsCPU"}
+    assert first.replace.given == {"generate_device": "cpu", "prefill_device": "cpu", "generate_op": "KExpertsCPU"}
     assert first.replace.config.to_kwargs()["prefill_op"] == "KExpertsTorch"
     assert {k: v.span.start.line for k, v in first.replace.kwarg_origins.items()} == {
         "generate_device": 7,
@@ -83,7 +83,7 @@ def test_upstream_misspellings_of_kwargs_are_other_names_of_the_right_ones() -> 
     ruleset, report = validated(
         kwargs("KDeepseekV2Attention", "chunck_size: 256") + kwargs("KDeepseekV2Model", "per_layer_prefill_intput_threshold: 0")
     )
-    assert not report.items
+    assert not report.errors
     assert ruleset is not None
     assert [r.replace.given for r in ruleset.rules] == [{"chunk_size": 256}, {"per_layer_prefill_input_threshold": 0}]
 
@@ -143,6 +143,12 @@ def test_what_is_wrong_has_a_code_a_place_and_words(text: str, code: str, line: 
 @pytest.mark.parametrize(("text", "code", "said"), [
     (kwargs("KDeepseekV2Model", "per_layer_prefill_intput_threshold: 30000"), "KT408", "has no effect"),
     (kwargs("flashinfer_attn", "absorb_for_prefill: false"), "KT408", "has no effect"),
+    (kwargs("KQwen3MoeAttention", "chunck_size: 256"), "KT408", "takes a prompt whole"),
+    (kwargs("KMoEGateQwen2Moe", "use_quant: true"), "KT408", "a quantised router is not in this version"),
+    (kwargs("KTransformersLinear", "generate_op: KLinearTorch, num_bits: 8"), "KT408", "only KLinearMarlin and VLinearMarlin"),
+    (kwargs("KTransformersLinear", "generate_op: KLinearTorch, precision: nf4"), "KT408", "only KLinearIPEXLLM reads it"),
+    (kwargs("KTransformersLinear", "generate_op: KLinearCPUInfer, stride: 8"), "KT408", "divide the work"),
+    (kwargs("KTransformersExperts", "generate_op: KExpertsTorch, backend: AMXInt8"), "KT408", "generate_op is KExpertsTorch"),
     (rule("{class: KTransformersLinearW8A8A2}"), "KT410", "without the Ascend kernels"),
     (rule("{class: default}", rest="  recursive: 0\n"), "KT206", "read as False"),
     (rule("{class: default}", match="{name: 'layers.[10-19].'}"), "KT304", "(0, 1, 9), not the numbers 10 to 19"),
@@ -153,6 +159,52 @@ def test_what_is_doubtful_is_a_warning_and_the_rules_stand(text: str, code: str,
     assert (finding.code, finding.severity) == (code, Severity.WARNING)
     assert said in finding.message
     assert ruleset is not None
+
+
+@pytest.mark.parametrize(("options", "key", "said"), [
+    ("generate_device: cpu, prefill_device: cuda", "prefill_device", "prefill runs by the generate op on the generate device"),
+    ("generate_op: KLinearCPUInfer, prefill_op: KLinearTorch", "prefill_op", "in this version, KLinearCPUInfer"),
+    ("generate_op: KLinearMarlin, num_bits: 8", "num_bits", "KLinearMarlin would read it, and quantised CUDA kernels are not"),
+])  # fmt: skip
+def test_what_this_version_does_not_do_yet_is_an_info_at_its_key(options: str, key: str, said: str) -> None:
+    text = kwargs("KTransformersLinear", options)
+    ruleset, report = validated(text)
+    finding = only(report)
+    assert (finding.code, finding.severity) == ("KT408", Severity.INFO)
+    assert said in finding.message
+    assert text.splitlines()[1][finding.span.start.column - 1 :].startswith(key)
+    assert ruleset is not None
+
+
+@pytest.mark.parametrize("options", [
+    "generate_device: cuda, prefill_device: cuda:0", "generate_op: KLinearTorch, prefill_op: KLinearTorch", "prefill_device: cpu",
+])  # fmt: skip
+def test_a_prefill_that_is_as_the_rest_or_that_only_a_plan_can_compare_is_not_mentioned(options: str) -> None:
+    assert not validated(kwargs("KTransformersLinear", options))[1].items
+
+
+def test_no_op_for_prefill_is_what_happens_anyway() -> None:
+    assert not validated(kwargs("KTransformersExpertsV2", 'generate_op: KExpertsTorch, prefill_op: "None"'))[1].items
+
+
+@pytest.mark.parametrize(("operator", "options", "said"), [
+    ("KTransformersLinear", "generate_op: KLinearMarlin, group_size: 0", "at least 1, not 0"),
+    ("KTransformersLinear", "generate_op: KLinearFP8, block_size: -128", "at least 1, not -128"),
+    ("KTransformersLinear", "stride: 0", "at least 1, not 0"),
+    ("KDeepseekV2Attention", "chunk_size: 0", "at least 1, not 0"),
+    ("KDeepseekV2Model", "per_layer_prefill_input_threshold: -1", "at least 0, not -1"),
+])  # fmt: skip
+def test_a_number_that_can_be_no_size_is_an_error(operator: str, options: str, said: str) -> None:
+    finding = only(validated(kwargs(operator, options))[1])
+    assert (finding.code, finding.severity) == ("KT405", Severity.ERROR)
+    assert said in finding.message
+
+
+@pytest.mark.parametrize(("options", "said"), [("num_bits: 3", "one of 4, 8"), ("precision: int4", "'sym_int4'")])
+def test_a_choice_of_values_is_checked(options: str, said: str) -> None:
+    finding = only(validated(kwargs("KTransformersLinear", options))[1])
+    assert (finding.code, finding.severity) == ("KT404", Severity.ERROR)
+    assert said in finding.message
 
 
 def test_an_unknown_device_is_read_as_the_nearest_one_so_that_checking_goes_on() -> None:

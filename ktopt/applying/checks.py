@@ -160,7 +160,9 @@ def _replacements(plan: Plan, graph: ModuleGraph, root: nn.Module) -> Iterator[R
         module = graph.by_path[step.path]
         config, problems = build_config(spec, step.kwargs)
         if config is None:
-            raise KtoptError(f"{blame(plan, step)}: {step.path}: " + "; ".join(p.message for p in problems if p.kind != "ignored"))
+            raise KtoptError(
+                f"{blame(plan, step)}: {step.path}: " + "; ".join(p.message for p in problems if p.kind not in ("ignored", "idle"))
+            )
         reason = spec.refuses(module, config)
         if not spec.fits(module):
             reason = f"it fits {', '.join(spec.roles)}, and this is {module.role} ({module.cls.simple_name})"

@@ -137,6 +137,8 @@ class KwargsReader:
             self.unknown_kwarg(problem, key or at, set(nodes))
         elif problem.kind == "ignored":
             shape.warning("KT408", message, key or at)
+        elif problem.kind == "idle":
+            shape.info("KT408", message, key or at)
         elif problem.kind == "type":
             shape.error("KT404", message, node or at, **self.mend_type(node, problem))
         else:

@@ -64,6 +64,9 @@ class Shape:
     def warning(self, code: str, message: str, at: Node, **rest: Any) -> None:
         self.report.warning(code, self.said(message), self.origin(at), **rest)
 
+    def info(self, code: str, message: str, at: Node) -> None:
+        self.report.info(code, self.said(message), self.origin(at))
+
     def said(self, message: str) -> str:
         return f"{self.where}: {message}" if self.where else message
 
