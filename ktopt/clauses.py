@@ -11,14 +11,14 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ktopt.graph import ModuleGraph
-from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
+from ktopt.pattern import PatternTimeout, compile_pattern
 from ktopt.pattern.prefix import prefix_filter
-from ktopt.placement import Hardware
 from ktopt.ruleset import NameClass, Rule
 from ktopt.treeindex import index_of, is_a, set_of, span_of
 
 if TYPE_CHECKING:
     from ktopt.selector import Selector
+    from ktopt.selector.surroundings import Surroundings
 
 BIG_SUBTREE = 300
 """Descendants from which on a subtree is walked on its own."""
@@ -30,28 +30,29 @@ REST_S = 30.0
 """Seconds for which a pattern that took too long on a tree isn't tried there again."""
 
 
-def modules_taken(rule: Rule, graph: ModuleGraph, hardware: Hardware | None) -> int:
-    """The modules that a rule's clauses select by any of their paths. Empty where its pattern fails, which matching reports."""
-    index = index_of(graph)
+def modules_taken(rule: Rule, graph: ModuleGraph, around: Surroundings) -> int:
+    """The modules that a rule's clauses select by any of their paths. PatternError or PatternTimeout where its pattern fails."""
+    if not isinstance(rule.match, NameClass):
+        return index_of(graph).modules_at(places_taken(rule, rule.match, graph, around))
+    refuse_given_up(rule, graph)
     try:
-        if not isinstance(rule.match, NameClass):
-            return index.modules_at(places_taken(rule, rule.match, graph, hardware))
         return _by_name_and_class(rule.match, graph)
-    except (PatternError, PatternTimeout):
-        return 0
+    except PatternTimeout:
+        give_up(rule, graph)
+        raise
 
 
-def places_taken(rule: Rule, selector: Selector, graph: ModuleGraph, hardware: Hardware | None) -> int:
-    """The places that a rule's selector takes. Kept with the tree's index where they don't depend on the machine. PatternTimeout
+def places_taken(rule: Rule, selector: Selector, graph: ModuleGraph, around: Surroundings) -> int:
+    """The places that a rule's selector takes. Kept with the tree's index where they depend on the tree alone. PatternTimeout
     where a pattern in it takes too long."""
     index = index_of(graph)
-    if selector.asks_hardware:
-        return selector.evaluate_places(index, graph.config, hardware)
+    if selector.asks_around:
+        return selector.evaluate_places(index, graph.config, around)
     kept = index.selected.get(id(selector.root))
     if kept is not None:
         return kept[1]
     try:
-        places = selector.evaluate_places(index, graph.config, hardware)
+        places = selector.evaluate_places(index, graph.config, around)
     except PatternTimeout:
         give_up(rule, graph)
         raise

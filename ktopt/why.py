@@ -190,7 +190,10 @@ def _failing(part: Expression, selector: Selector, module: Module, matches: Matc
     """The smallest parts of a selector that keep a module out."""
 
     def holds(part: Expression) -> bool:
-        return bool(replace(selector, root=part).evaluate(matches.graph, matches.hardware) >> module.index & 1)
+        return bool(
+            replace(selector, root=part).evaluate(matches.graph, matches.around.hardware, matches.around.storage) >> module.index
+            & 1
+        )
 
     match part:
         case Ref():

@@ -13,6 +13,7 @@ from ktopt.diagnostics import Report
 from ktopt.placement import Device, Hardware
 from ktopt.selector import Selector, parse_selector
 from ktopt.selector.expression import AllOf, AnyOf, Call, Equal, Glob, Matches, Minus, Not, Order, Range, Ref, Unequal
+from ktopt.selector.surroundings import Surroundings
 from ktopt.source import Origin, Span
 from ktopt.treeindex import index_of, members
 
@@ -132,8 +133,8 @@ def test_relations(text, paths):
 def test_storage_types_are_known_only_with_weights():
     graph = make_graph([Row("a", LINEAR, weight(2, 2)), Row("b", LINEAR, weight(2, 2))])
     assert taken("quant=Q4_K", graph) == set()
-    assert taken("quant=Q4_K", graph, quant={"a.weight": "Q4_K", "b.weight": "Q6_K"}) == {"a"}
-    assert taken("quant ~ /Q.*/ - quant=Q4_K", graph, quant={"a.weight": "Q4_K", "b.weight": "Q6_K"}) == {"b"}
+    assert taken("quant=Q4_K", graph, storage={"a.weight": ("Q4_K",), "b.weight": ("Q6_K",)}) == {"a"}
+    assert taken("quant ~ /Q.*/ - quant=Q4_K", graph, storage={"a.weight": ("Q4_K",), "b.weight": ("Q6_K",)}) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -149,16 +150,16 @@ def test_storage_types_are_known_only_with_weights():
     ],
 )
 def test_a_condition_on_the_machine_is_unknown_without_one(text, known):
-    assert read(text, when=True).evaluate_when({}, GPU) is known
-    assert read(text, when=True).evaluate_when({}, None) is None
+    assert read(text, when=True).evaluate_when({}, Surroundings(GPU)) is known
+    assert read(text, when=True).evaluate_when({}) is None
 
 
 def test_a_condition_that_the_machine_can_not_change_is_known_without_one():
     config = {"num_experts": 64, "architectures": ["A", "B"], "rope": {"type": "yarn"}, "tied": True}
-    assert read("config.num_experts=64 | hw.cuda_sm=80", when=True).evaluate_when(config, None) is True
-    assert read("config.num_experts=8 & hw.cuda_sm=80", when=True).evaluate_when(config, None) is False
-    assert read("config.architectures=B & config.rope.type=yarn & config.tied=true", when=True).evaluate_when(config, None) is True
-    assert read("config.missing=1", when=True).evaluate_when(config, None) is False
+    assert read("config.num_experts=64 | hw.cuda_sm=80", when=True).evaluate_when(config) is True
+    assert read("config.num_experts=8 & hw.cuda_sm=80", when=True).evaluate_when(config) is False
+    assert read("config.architectures=B & config.rope.type=yarn & config.tied=true", when=True).evaluate_when(config) is True
+    assert read("config.missing=1", when=True).evaluate_when(config) is False
 
 
 LETS = {"block": read("@model.layers.*.**"), "lin": read("class=Linear & layer in 1..2")}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from math import log2
 from time import perf_counter
@@ -18,7 +20,7 @@ from typing import Any
 from ktopt.diagnostics import KtoptError
 
 BUDGET_S = 0.5
-"""Seconds that one pattern may take over a whole model."""
+"""Seconds that one pattern may take over a whole model, in all that a run does with it."""
 
 MAX_LENGTH = 4000
 MAX_REPEATED = 2000
@@ -55,7 +57,7 @@ class PatternTimeout(KtoptError):
 
 
 class Pattern:
-    """A compiled pattern with its own budget of time.
+    """A compiled pattern with a budget of time: its own, or within `shared_budgets` that of all patterns of this text.
 
     `finder` is the fastest form of `search`: its result is truthy where the pattern is found.
     """
@@ -69,7 +71,7 @@ class Pattern:
             self.finder: Finder = compiled.search
             self._fullmatch: Finder = compiled.fullmatch
         else:
-            clock = _Clock(text)
+            clock = _clock_of(text)
             timed = steps > CLOCKED_LOG2
             engine = _timed_regex(text) if timed else compiled
             self.finder = clock.watch(engine.search, timed)
@@ -104,6 +106,27 @@ class _Clock:
                 self.left_s -= perf_counter() - start
 
         return watched
+
+
+_clocks: ContextVar[dict[str, _Clock] | None] = ContextVar("_clocks", default=None)
+
+
+@contextmanager
+def shared_budgets() -> Iterator[None]:
+    """Within this, a text has one budget however often it is compiled; one within another changes nothing."""
+    if _clocks.get() is not None:
+        yield
+        return
+    token = _clocks.set({})
+    try:
+        yield
+    finally:
+        _clocks.reset(token)
+
+
+def _clock_of(text: str) -> _Clock:
+    shared = _clocks.get()
+    return _Clock(text) if shared is None else shared.setdefault(text, _Clock(text))
 
 
 def compile_pattern(text: str) -> Pattern:

@@ -19,8 +19,9 @@ from ktopt.placement import Hardware
 from ktopt.selector.errors import SelectorError, explain
 from ktopt.selector.evaluate import Evaluation, truth
 from ktopt.selector.expression import Call, Equal, Expression, Glob, Matches, Order, Range, Unequal, walk
-from ktopt.selector.fields import about_machine, about_model
+from ktopt.selector.fields import about_machine, about_model, about_storage
 from ktopt.selector.glob import numbers_written, words_written
+from ktopt.selector.surroundings import NOTHING, Storage, Surroundings
 from ktopt.source import Origin, Position, Span
 from ktopt.treeindex import TreeIndex, index_of
 
@@ -44,33 +45,36 @@ class Selector:
     def __str__(self) -> str:
         return str(self.root)
 
-    def evaluate(self, graph: ModuleGraph, hardware: Hardware | None = None, quant: Mapping[str, str] | None = None) -> int:
+    def evaluate(self, graph: ModuleGraph, hardware: Hardware | None = None, storage: Storage | None = None) -> int:
         """The modules that it takes by any of their paths, as a set of bits over graph.modules.
 
-        quant maps full parameter names to storage types ("Q4_K"); without it `quant` tests hold nowhere. Nor do `hw` tests where
-        the hardware is unknown. PatternTimeout where a pattern uses up its budget.
+        Without `storage`, tests of `quant` hold nowhere; nor do those of `hw` where the hardware is unknown. PatternTimeout where a
+        pattern uses up its budget.
         """
         index = index_of(graph)
-        return index.modules_at(self.evaluate_places(index, graph.config, hardware, quant))
+        return index.modules_at(self.evaluate_places(index, graph.config, Surroundings(hardware, storage)))
 
-    def evaluate_places(
-        self,
-        index: TreeIndex,
-        config: Mapping[str, Any],
-        hardware: Hardware | None = None,
-        quant: Mapping[str, str] | None = None,
-    ) -> int:
+    def evaluate_places(self, index: TreeIndex, config: Mapping[str, Any], around: Surroundings = NOTHING) -> int:
         """As `evaluate`, for modules and their aliases apart: a set of bits over the index's places."""
-        return Evaluation(index, config, hardware, quant).places(self.root)
+        return Evaluation(index, config, around).places(self.root)
 
-    def evaluate_when(self, config: Mapping[str, Any], hardware: Hardware | None) -> bool | None:
+    def evaluate_when(self, config: Mapping[str, Any], around: Surroundings = NOTHING) -> bool | None:
         """The truth of a `when:`; None where it depends on a machine that isn't known. It must not ask about modules."""
-        return truth(self.root, config, hardware)
+        return truth(self.root, config, around)
 
     @property
     def asks_hardware(self) -> bool:
         """Whether it depends on the machine."""
         return any(about_machine(field) for field in self._fields)
+
+    @property
+    def asks_around(self) -> bool:
+        """Whether it depends on more than the tree and its config: on the machine, or on how weights are stored."""
+        return any(about_machine(field) or about_storage(field) for field in self._fields)
+
+    def lacks(self, around: Surroundings) -> list[str]:
+        """The fields that it asks for and that are neither known nor supposed."""
+        return [field for field in dict.fromkeys(self._fields) if around.lacks(field)]
 
     @property
     def asks_modules(self) -> bool:

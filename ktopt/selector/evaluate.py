@@ -7,7 +7,6 @@ from typing import Any
 
 from ktopt.graph import Module
 from ktopt.pattern import Pattern, compile_pattern
-from ktopt.placement import Hardware
 from ktopt.selector.expression import (
     AllOf,
     AnyOf,
@@ -23,22 +22,17 @@ from ktopt.selector.expression import (
     Ref,
     Unequal,
 )
-from ktopt.selector.fields import UNKNOWN, about_machine, about_model, config_value, holds, machine_value, tensor_values
+from ktopt.selector.fields import UNKNOWN, about_machine, about_model, config_value, holds, tensor_values
 from ktopt.selector.glob import Glob as CompiledGlob
+from ktopt.selector.surroundings import Surroundings
 from ktopt.treeindex import TreeIndex, class_names, members, names_class, set_of, span_of
 
 
 class Evaluation:
-    """One tree, machine and set of storage types. Named selectors are evaluated once."""
+    """One tree and its surroundings. Named selectors are evaluated once."""
 
-    def __init__(
-        self,
-        index: TreeIndex,
-        config: Mapping[str, Any],
-        hardware: Hardware | None,
-        quant: Mapping[str, str] | None,
-    ) -> None:
-        self.index, self.config, self.hardware, self.quant = index, config, hardware, quant
+    def __init__(self, index: TreeIndex, config: Mapping[str, Any], around: Surroundings) -> None:
+        self.index, self.config, self.around = index, config, around
         self.named: dict[int, int] = {}
 
     def places(self, expression: Expression) -> int:
@@ -81,7 +75,7 @@ class Evaluation:
         pattern = compile_pattern(test.pattern) if isinstance(test, Matches) else None
         field = test.field
         if about_model(field):
-            return self.index.everywhere if truth_of(test, self.config, self.hardware) else 0
+            return self.index.everywhere if truth_of(test, self.config, self.around) else 0
         if field in ("layer", "expert"):
             return self.index.by_number(field, lambda number: holds(test, [number]))
         if field in ("class", "type"):
@@ -104,7 +98,7 @@ class Evaluation:
         found: list[int] = []
         for module in self.index.modules:
             if test.field == "quant":
-                verdict = holds(test, self._storage(module), pattern)
+                verdict = self._stored(test, module, pattern)
             else:
                 key = id(module.tensors)
                 if key not in known:
@@ -114,11 +108,12 @@ class Evaluation:
                 found.append(module.index)
         return set_of(found, self.index.size)
 
-    def _storage(self, module: Module) -> list[str]:
-        if self.quant is None:
-            return []
+    def _stored(self, test: Comparison, module: Module, pattern: Pattern | None) -> bool:
+        """Whether a test of storage types holds of a module's own parameters."""
+        if self.around.storage is None:
+            return self.around.storage_supposed and bool(module.parameters)
         prefix = f"{module.path}." if module.path else ""
-        return [self.quant[prefix + t.name] for t in module.parameters if prefix + t.name in self.quant]
+        return holds(test, [kind for t in module.parameters for kind in self.around.storage.get(prefix + t.name, ())], pattern)
 
 
 def _class_holds(test: Comparison, module: Module, pattern: Pattern | None) -> bool:
@@ -135,10 +130,10 @@ def _class_holds(test: Comparison, module: Module, pattern: Pattern | None) -> b
             return False
 
 
-def truth_of(test: Comparison, config: Mapping[str, Any], hardware: Hardware | None) -> bool | None:
+def truth_of(test: Comparison, config: Mapping[str, Any], around: Surroundings) -> bool | None:
     """A test of the model's config or of the machine; None where the machine isn't known."""
     if about_machine(test.field):
-        value = machine_value(hardware, test.field.removeprefix("hw."))
+        value = around.machine(test.field.removeprefix("hw."))
     else:
         value = config_value(config, test.field.removeprefix("config."))
     if value is UNKNOWN:
@@ -147,23 +142,23 @@ def truth_of(test: Comparison, config: Mapping[str, Any], hardware: Hardware | N
     return holds(test, list(values), compile_pattern(test.pattern) if isinstance(test, Matches) else None)
 
 
-def truth(expression: Expression, config: Mapping[str, Any], hardware: Hardware | None) -> bool | None:
+def truth(expression: Expression, config: Mapping[str, Any], around: Surroundings) -> bool | None:
     """The truth of a condition on config and machine, or None where it depends on what isn't known. KeyError where it asks about
     modules."""
     match expression:
         case AnyOf():
-            return _any(truth(part, config, hardware) for part in expression.parts)
+            return _any(truth(part, config, around) for part in expression.parts)
         case AllOf():
-            return _negate(_any(_negate(truth(part, config, hardware)) for part in expression.parts))
+            return _negate(_any(_negate(truth(part, config, around)) for part in expression.parts))
         case Minus():
-            first, *rest = (truth(part, config, hardware) for part in expression.parts)
+            first, *rest = (truth(part, config, around) for part in expression.parts)
             return _negate(_any([_negate(first), *rest]))
         case Not():
-            return _negate(truth(expression.part, config, hardware))
+            return _negate(truth(expression.part, config, around))
         case Ref():
-            return truth(expression.target, config, hardware)
+            return truth(expression.target, config, around)
         case Equal() | Unequal() | Matches() | Order() if about_model(expression.field):
-            return truth_of(expression, config, hardware)
+            return truth_of(expression, config, around)
         case _:
             raise KeyError(str(expression))
 

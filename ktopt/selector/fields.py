@@ -29,6 +29,10 @@ def about_machine(field: str) -> bool:
     return field.startswith("hw.")
 
 
+def about_storage(field: str) -> bool:
+    return field == "quant"
+
+
 def about_model(field: str) -> bool:
     """Whether the field is of the model as a whole, so that a test of it takes all modules or none."""
     return field.startswith(("hw.", "config."))

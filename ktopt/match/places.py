@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ktopt.diagnostics import Report
 from ktopt.graph import ModuleGraph
 from ktopt.pattern import PatternError, PatternTimeout
-from ktopt.placement import Hardware
 from ktopt.ruleset import RuleSet
+from ktopt.selector.surroundings import Surroundings
 from ktopt.treeindex import index_of, members
 
 
@@ -25,7 +25,7 @@ class Placed:
     also: dict[int, tuple[str, ...]]
 
 
-def place_modules(ruleset: RuleSet, graph: ModuleGraph, hardware: Hardware | None, report: Report) -> Placed | None:
+def place_modules(ruleset: RuleSet, graph: ModuleGraph, around: Surroundings, report: Report) -> Placed | None:
     """What the file's `place:` says of each module; None where it has none. A pattern that takes too long is a KT304."""
     if not ruleset.places:
         return None
@@ -34,7 +34,7 @@ def place_modules(ruleset: RuleSet, graph: ModuleGraph, hardware: Hardware | Non
     left = index.everywhere
     for place in ruleset.places:
         try:
-            taken = place.selector.evaluate_places(index, graph.config, hardware) & left
+            taken = place.selector.evaluate_places(index, graph.config, around) & left
         except (PatternError, PatternTimeout) as error:
             report.error("KT304", f"place {place.device}: {error}", place.origin)
             continue
