@@ -109,6 +109,7 @@ class ModuleGraph:
     name        what the user calls the model: a shipped name, or a path
     model_type  transformers' model_type ("" for a bare nn.Module)
     config      the model's config.json as a mapping (empty for a bare nn.Module)
+    tied        parameters that are another's tensor: name -> name of the first that has it ("lm_head.weight" -> the embedding's)
     """
 
     modules: tuple[Module, ...]
@@ -116,6 +117,7 @@ class ModuleGraph:
     model_type: str = ""
     architectures: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -149,6 +151,12 @@ class ModuleGraph:
     def subtree(self, module: Module) -> Sequence[Module]:
         """The module and all below it."""
         return self.modules[module.index : module.end]
+
+    def own_parameters(self, module: Module) -> tuple[Tensor, ...]:
+        """A module's parameters without those that are another module's tensor."""
+        if not self.tied:
+            return module.parameters
+        return tuple(t for t in module.parameters if (f"{module.path}.{t.name}" if module.path else t.name) not in self.tied)
 
     def ancestors(self, module: Module) -> Iterator[Module]:
         """Its parent, its parent's parent, ... up to the root."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from ktopt import __version__
 from ktopt.diagnostics import Report, UsageError
-from ktopt.graph import Module, ModuleGraph
+from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.match import Decision, Matches
-from ktopt.operator import PREFILL, Op, OperatorConfig, OperatorSpec, without_effect
-from ktopt.placement import Hardware, canonical_device, device_kind
+from ktopt.operator import PREFILL, OperatorConfig, OperatorSpec, op_on, without_effect
+from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.registry import find
 from ktopt.ruleset import Rule, RuleSet
@@ -272,34 +272,22 @@ class _Planner:
                     runs[value] = (chosen.name, why)
         return dataclasses.replace(config, **changes), runs
 
-    def _op_here(self, spec: OperatorSpec, asked: Op, device: str) -> tuple[Op, str]:
-        """The op that runs for `asked` on `device`: itself, or the first counterpart that can, with the reason.
-
-        That an op can't run on the device that its own rule names was an error of the validate stage; here only --remap does it.
-        """
-        op, reasons = asked, []
-        while True:
-            if device_kind(device) not in op.devices:
-                reasons.append(f"{op.name} doesn't run on {device_kind(device)}")
-            elif op.needs:
-                reasons.append(op.needs)
-            else:
-                return op, "; ".join(reasons)
-            if not op.counterpart:
-                return asked, ""
-            op = spec.ops[op.counterpart]
-
     def _tie(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        """A tied lm_head on the embedding's device shares its tensor and costs nothing."""
-        if not self.graph.config.get("tie_word_embeddings"):
+        """A parameter that is another's tensor (a tied lm_head the embedding's) costs nothing on that one's device."""
+        if not self.graph.tied:
             return steps
-        embedding = next((s for s in steps if s.role == "embedding" and s.path.endswith("embed_tokens")), None)
-        head = next((i for i, s in enumerate(steps) if s.path.endswith("lm_head")), None)
-        if embedding is None or head is None or embedding.generate_device != steps[head].generate_device:
-            return steps
-        note = f"shares its weight with {embedding.path}"
-        tied = steps[head]._replace(weight_bytes=0, notes=(*steps[head].notes, note))
-        return (*steps[:head], tied, *steps[head + 1 :])
+        made = list(steps)
+        for name, first in self.graph.tied.items():
+            (path, _, leaf), (owner, _, _) = name.rpartition("."), first.rpartition(".")
+            module = self.graph.by_path[path]
+            step = made[module.index]
+            if step.generate_device != made[self.graph.by_path[owner].index].generate_device:
+                continue
+            tensor = next(t for t in module.tensors if t.name == leaf)
+            shared = tensor.numel * ITEM_BYTES[step.dtype if "float" in tensor.dtype else tensor.dtype]
+            notes = (*step.notes, f"shares its {leaf} with {owner}")
+            made[module.index] = step._replace(weight_bytes=max(0, step.weight_bytes - shared), notes=notes)
+        return tuple(made)
 
     def check_memory(self, steps: tuple[Step, ...]) -> None:
         """KT504: weights that don't fit a device of the machine planned for, with the five largest items."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from ktopt.models import shipped, treefile
 from ktopt.models.treefile import FORMAT
-from ktopt.trees import build_meta_model, rows_of
+from ktopt.trees import build_meta_model, rows_of, ties_of
 from ktopt.versions import installed
 
 
@@ -27,7 +27,7 @@ def build(name: str, entry: dict[str, Any]) -> bytes:
     model = build_meta_model(entry["config"], name)
     head = {key: entry[key] for key in ("hf_repo", "config")}
     tree = treefile.encode(rows_of(model))
-    return treefile.pack({"format": FORMAT, "name": name, "transformers": installed("transformers"), **head, **tree})
+    return treefile.pack({"format": FORMAT, "name": name, "transformers": installed("transformers"), "tied": ties_of(model), **head, **tree})
 
 
 def imported(file: Path) -> dict[str, dict[str, Any]]:

@@ -295,6 +295,7 @@ class TestInspect:
 
     def test_a_tied_weight_is_counted_once(self, cli: Cli) -> None:
         assert "134.52M parameters" in cli("inspect", "smollm2-135m").out
+        assert "268.10M parameters" in cli("inspect", "gemma-3-270m").out
 
     def test_json_has_every_module(self, cli: Cli) -> None:
         tree = json.loads(cli("inspect", "smollm2-135m", "--format", "json").out)

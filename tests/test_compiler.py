@@ -156,3 +156,14 @@ def test_options_that_are_none_are_a_usage_error(options: dict[str, object]) -> 
 
 def test_compiling_twice_gives_equal_plans(tmp_path: Path) -> None:
     assert compiled(EXPERTS + LINEARS, "mixtral-8x7b") == compiled(EXPERTS + LINEARS, "mixtral-8x7b")
+
+
+@pytest.mark.parametrize(("device", "notes"), [("cpu", ("shares its weight with model.embed_tokens",)), ("cuda:1", ())])
+def test_a_head_that_its_class_ties_costs_nothing_beside_the_embedding(device: str, notes: tuple[str, ...]) -> None:
+    text = f'version: 1\nrules:\n  - match: "@lm_head"\n    replace: default\n    kwargs: {{generate_device: "{device}"}}\n'
+    plan = compiled(text, "gemma-3-270m")
+    step = row(plan, "lm_head")
+    assert step.notes == notes
+    assert step.weight_bytes == (0 if notes else 2 * 262_144 * 640)
+    held = sum(s.weight_bytes for s in plan.steps if not s.path.endswith("rotary_emb") and s.path != "lm_head")
+    assert held >= 2 * 268_098_176

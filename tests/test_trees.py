@@ -379,3 +379,29 @@ def test_every_name_that_others_rely_on_is_known() -> None:
         "internlm2.5-7b-1m gemma-3-270m smollm2-135m deepseek-r1"
     )
     assert set(known_models()) == set(wanted.split())
+
+
+def test_the_trees_know_which_parameters_are_one_tensor() -> None:
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    for name in ("gemma-3-270m", "smollm2-135m"):
+        assert load_tree(name).tied == tied
+    assert load_tree("llama-3.1-8b").tied == {}
+    assert "tie_word_embeddings" not in model_config("gemma-3-270m")
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen2"])
+def test_a_config_that_leaves_the_tie_to_its_class_is_as_transformers_makes_it(kind: str) -> None:
+    config = {**TINY, "model_type": kind, "head_dim": 8}
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(config))
+    one_tensor = made.lm_head.weight is made.model.embed_tokens.weight
+    for _ in range(2):  # built, then from the cache
+        graph = load_tree(config)
+        assert bool(graph.tied) == one_tensor
+        assert sum(t.numel for m in graph for t in graph.own_parameters(m)) == sum(p.numel() for p in made.parameters())
+
+
+def test_a_module_in_hand_is_tied_where_its_tensors_are_one() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(4, 5, bias=False))
+    assert graph_from_module(model).tied == {}
+    model[1].weight = model[0].weight
+    assert graph_from_module(model).tied == {"1.weight": "0.weight"}

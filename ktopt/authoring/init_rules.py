@@ -100,7 +100,7 @@ class _Writer:
         self.graph, self.hardware, self.modeline = graph, hardware, modeline
         self.dtype = str(graph.config.get("dtype") or graph.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         self.sizes = measure(graph, self.dtype)
-        tied = bool(graph.config.get("tie_word_embeddings"))
+        tied = bool(graph.tied)
         self.layout = lay_out(self.sizes, hardware, share, tied=tied)
         self.layers = _layer_lists(graph)[0]
         self.outside = [m for m in graph.modules if m.layer is None and m.tensors]

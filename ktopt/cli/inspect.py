@@ -87,7 +87,7 @@ def _folded(graph: ModuleGraph) -> str:
             f"x{len(row.paths):,}" if len(row.paths) > 1 else "",
             row.module.cls.simple_name,
             _shapes(row.module),
-            "tied" if _tied(graph, row.module) else _number(sum(t.numel for t in row.module.parameters) * len(row.paths)),
+            _count(graph, row),
         ]
         for depth, label, row in rows
     ]
@@ -143,9 +143,10 @@ def _ancestor(text: str, patterns: Collection[str]) -> str | None:
     return "" if "" in patterns else None
 
 
-def _tied(graph: ModuleGraph, module: Module) -> bool:
-    """Whether a module's weight is the embedding's own."""
-    return bool(graph.config.get("tie_word_embeddings")) and module.path.endswith("lm_head")
+def _count(graph: ModuleGraph, row: _Row) -> str:
+    """How many parameters a row's modules have that are no other module's tensor; "tied" where all are."""
+    own = sum(t.numel for path in row.paths for t in graph.own_parameters(graph.by_path[path]))
+    return "tied" if row.module.parameters and not own else _number(own)
 
 
 def _aliases(graph: ModuleGraph, row: _Row) -> list[str]:
@@ -162,7 +163,7 @@ def _aliases(graph: ModuleGraph, row: _Row) -> list[str]:
 
 
 def _head(graph: ModuleGraph) -> str:
-    total = sum(t.numel for m in graph.modules if not _tied(graph, m) for t in m.parameters)
+    total = sum(t.numel for m in graph.modules for t in graph.own_parameters(m))
     kind = ", ".join(graph.architectures) or graph.model_type or "no transformers model"
     counts = f"{plural(len(graph), 'module')}, {plural(graph.layer_count, 'layer')}, {_number(total)} parameters"
     return f"{printable(graph.name)}: {kind}, {counts}"

@@ -6,6 +6,7 @@ modules take two kilobytes. JSON, compressed with gzip:
     classes   [[dotted name, *rest of the MRO], ...]
     tensors   [[[name, shape, dtype, buffer], ...], ...]      what a module owns itself
     nodes     [[class, tensors, children], ...]               indices; children stand before their parents, the root is the last
+    tied      {parameter: the one whose tensor it is}
     children  [[name, node], or [first, last, node] for the names "first" to "last", ...]
 """
 
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ktopt.graph import ModuleClass, Tensor
 
-FORMAT = 1
+FORMAT = 2
 MODULES_MAX = 2_000_000
 """More modules than this are refused: DeepSeek-V3 has 75,000 when every expert is one."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
-__all__ = ["build_meta_model", "graph_from_module", "known_models", "load_tree", "model_config", "rows_of"]
+__all__ = ["build_meta_model", "graph_from_module", "known_models", "load_tree", "model_config", "rows_of", "ties_of"]
 
 
 def load_tree(model: str | Path | Mapping[str, Any] | nn.Module) -> ModuleGraph:
@@ -44,7 +44,7 @@ def load_tree(model: str | Path | Mapping[str, Any] | nn.Module) -> ModuleGraph:
         return graph_from_module(model)
     if isinstance(model, str) and model in known_models():
         data = shipped.read(model)
-        return _assemble(treefile.decode(data), model, data["config"], runs_as(data["config"]["model_type"]))
+        return _assemble((treefile.decode(data), data["tied"]), model, data["config"], runs_as(data["config"]["model_type"]))
     if not isinstance(model, str | os.PathLike):
         raise KtoptError(f"a model is a name, a path, a config or an nn.Module, not {type(model).__name__}")
     return _from_config(*_find_config(os.fspath(model)))
@@ -58,7 +58,7 @@ def graph_from_module(model: nn.Module, *, name: str = "") -> ModuleGraph:
     config = _config_of(model)
     model_type = config.get("model_type", "")
     name = name or config.get("_name_or_path", "") or type(model).__name__
-    return _assemble(rows_of(model), name, config, model_type)
+    return _assemble((rows_of(model), ties_of(model)), name, config, model_type)
 
 
 def build_meta_model(config: Mapping[str, Any] | PreTrainedConfig, where: str = "config") -> nn.Module:
@@ -132,13 +132,15 @@ def _from_config(config: Mapping[str, Any], name: str, where: str) -> ModuleGrap
     version = installed("transformers")
     same = shipped.find_same(config, version)
     if same:
-        return _assemble(treefile.decode(shipped.read(same)), name, config, model_type)
+        data = shipped.read(same)
+        return _assemble((treefile.decode(data), data["tied"]), name, config, model_type)
     key = tree_cache.key_of({k: v for k, v in config.items() if k not in NOT_BUILT_FROM}, version)
-    rows = tree_cache.load(key)
-    if rows is None:
-        rows = rows_of(build_meta_model(config, where))
-        tree_cache.store(key, rows)
-    return _assemble(rows, name, config, model_type)
+    tree = tree_cache.load(key)
+    if tree is None:
+        model = build_meta_model(config, where)
+        tree = rows_of(model), ties_of(model)
+        tree_cache.store(key, tree)
+    return _assemble(tree, name, config, model_type)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -172,6 +174,17 @@ def rows_of(model: nn.Module) -> list[Row]:
     return rows
 
 
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Parameters that are one tensor with an earlier one, as models tie the head to the embedding: name -> name of the first."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            tied[name] = known
+    return tied
+
+
 def _dotted(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -188,8 +201,9 @@ def _tensors(module: Any) -> Iterable[Tensor]:
             yield Tensor(name, shape, str(tensor.dtype).removeprefix("torch."), buffer)
 
 
-def _assemble(rows: list[Row], name: str, config: Mapping[str, Any], model_type: str) -> ModuleGraph:
+def _assemble(tree: tree_cache.Tree, name: str, config: Mapping[str, Any], model_type: str) -> ModuleGraph:
     """The graph of a tree's rows: paths, subtrees, layers, experts, and the aliases that KTransformers' models give."""
+    rows, tied = tree
     ends = list(range(1, len(rows) + 1))
     for index in range(len(rows) - 1, 0, -1):
         ends[rows[index].parent] = max(ends[rows[index].parent], ends[index])
@@ -224,7 +238,7 @@ def _assemble(rows: list[Row], name: str, config: Mapping[str, Any], model_type:
     if per_layer:
         _alias_per_layer(modules, per_layer)
     architectures = config.get("architectures") or ([modules[0].cls.simple_name] if model_type else [])
-    return ModuleGraph(tuple(modules), name, model_type, tuple(architectures), config)
+    return ModuleGraph(tuple(modules), name, model_type, tuple(architectures), config, tied)
 
 
 def _alias_per_layer(modules: list[Module], per_layer: list[tuple[int, str]]) -> None:

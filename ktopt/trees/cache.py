@@ -17,6 +17,9 @@ from typing import Any
 from ktopt.models import treefile
 from ktopt.models.treefile import FORMAT, Row
 
+Tree = tuple[Sequence[Row], Mapping[str, str]]
+"""A tree's rows, and which parameters are another's tensor."""
+
 
 def folder() -> Path | None:
     """Where trees are kept, or None where the user has no home."""
@@ -34,26 +37,26 @@ def key_of(config: Mapping[str, Any], version: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load(key: str) -> list[Row] | None:
+def load(key: str) -> Tree | None:
     """The tree kept under a key, or None where there is none or it is damaged."""
     place = folder()
     if place is None:
         return None
     try:
         data = treefile.unpack((place / f"{key}.json.gz").read_bytes())
-        return treefile.decode(data) if data["key"] == key else None
+        return (treefile.decode(data), dict(data["tied"])) if data["key"] == key else None
     except Exception:  # whatever is wrong with it, it can be built again
         return None
 
 
-def store(key: str, rows: Sequence[Row]) -> None:
+def store(key: str, tree: Tree) -> None:
     """Keeps a tree. Another process sees all of it or nothing."""
     place = folder()
     if place is None:
         return
     import tempfile
 
-    packed = treefile.pack({"format": FORMAT, "key": key, **treefile.encode(rows)})
+    packed = treefile.pack({"format": FORMAT, "key": key, "tied": tree[1], **treefile.encode(tree[0])})
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=place, prefix=".", suffix=".tmp")
