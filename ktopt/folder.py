@@ -14,35 +14,50 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import KtoptError
 from ktopt.plan import Plan
+from ktopt.plan_check import check_versions, open_plan
 from ktopt.plan_json import dump_plan, load_plan
 from ktopt.weights.tokenizer import FILES as TOKENIZER_FILES
-from ktopt.weights.tokenizer import find_tokenizer, has_tokenizer
+from ktopt.weights.tokenizer import find_tokenizer, has_tokenizer, stop_tokens
+
+if TYPE_CHECKING:
+    from ktopt.applying import ProgressEvent
 
 PLAN_FILE = "plan.json"
 WEIGHTS_FILE = "model.safetensors"
 HEAD_BYTES = 4 << 20
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
+FINGERPRINT = "sampled-sha256"
+"""The kind of fingerprint that this version makes, written before it."""
 
 
-def save_folder(plan: Plan, out: str | Path, weights: str | Path, *, copy_weights: bool = False, tokenizer: Any = None) -> Path:
+def save_folder(
+    plan: Plan,
+    out: str | Path,
+    weights: str | Path,
+    *,
+    copy_weights: bool = False,
+    tokenizer: Any = None,
+    progress: Callable[[ProgressEvent], None] | None = None,
+) -> Path:
     """Write the folder `out` for a plan and the weights that it is to be applied to; returns its path.
 
     Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. KtoptError where `out` exists
-    and is neither empty nor such a folder, or where the weights don't fit the plan.
+    and is neither empty nor such a folder, or where the weights don't fit the plan. `progress` is called after every tensor that
+    is copied, with the file's bytes.
     """
     out = Path(out).absolute()
     check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        _write(plan, made, out, Path(weights), copy_weights, tokenizer)
+        _write(plan, made, out, Path(weights), copy_weights, tokenizer, progress)
         made.chmod(0o755)
         _replace(out, made)
     except BaseException:
@@ -82,8 +97,16 @@ def _replace(out: Path, made: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(plan: Plan, made: Path, out: Path, weights: Path, copy_weights: bool, tokenizer: Any) -> None:
-    from ktopt.applying import build_model, open_tensors
+def _write(
+    plan: Plan,
+    made: Path,
+    out: Path,
+    weights: Path,
+    copy_weights: bool,
+    tokenizer: Any,
+    progress: Callable[[ProgressEvent], None] | None,
+) -> None:
+    from ktopt.applying import ProgressEvent, build_model, open_tensors
     from ktopt.applying.checks import prepare
 
     with open_tensors(plan, None, weights) as source:
@@ -92,7 +115,11 @@ def _write(plan: Plan, made: Path, out: Path, weights: Path, copy_weights: bool,
         if copy_weights:
             from ktopt.weights.packed import write_packed
 
-            write_packed(made / WEIGHTS_FILE, source, {n.read_as: n.dtype for n in prepared.needs.values()})
+            def written(tensor: str, done_bytes: int, total_bytes: int) -> None:
+                if progress:
+                    progress(ProgressEvent(tensor, done_bytes, total_bytes))
+
+            write_packed(made / WEIGHTS_FILE, source, {n.read_as: n.dtype for n in prepared.needs.values()}, written)
             refs = [{**file_ref(made / WEIGHTS_FILE, made), "path": WEIGHTS_FILE}]
         else:
             _write_empty(made / WEIGHTS_FILE)

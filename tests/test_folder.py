@@ -287,3 +287,15 @@ def test_parts_join_along_the_axis_that_their_shapes_add_up_on():
     assert joint_axis((6, 3), [(18,)]) == 0
     assert joint_axis((6, 3), [(2, 3), (3, 3)]) is None
     assert joint_axis((6, 3), []) is None
+
+
+def test_copying_says_how_far_it_is(made, tmp_path):
+    _, plan, file = made
+    events = []
+    out = save_folder(plan, tmp_path / "out", file, copy_weights=True, progress=events.append)
+    with safe_open(out / "model.safetensors", "pt") as stored:
+        names = {key.rpartition(":")[0] for key in stored.keys()}  # noqa: SIM118
+    assert {event.tensor for event in events} == names
+    done = [event.done_bytes for event in events]
+    assert done == sorted(done)
+    assert {event.total_bytes for event in events} == {done[-1]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -44,8 +44,11 @@ class Packed:
         return {"shape": self.shape, "axis": self.axis, "parts": self.parts}
 
 
-def write_packed(path: Path, source: WeightSource, dtypes: Mapping[str, str]) -> None:
-    """Write the parameters that `dtypes` names, one at a time; it gives what one is held in that can't be kept as stored."""
+def write_packed(
+    path: Path, source: WeightSource, dtypes: Mapping[str, str], written: Callable[[str, int, int], None] | None = None
+) -> None:
+    """Write the parameters that `dtypes` names, one at a time; it gives what one is held in that can't be kept as stored.
+    `written` is called after each, with its name, the bytes written so far and those of all."""
     layout = {name: _plan_one(source, name, dtype) for name, dtype in dtypes.items()}
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", KEY: json.dumps({name: packed.to_json() for name, (packed, _) in layout.items()})}
@@ -55,6 +58,7 @@ def write_packed(path: Path, source: WeightSource, dtypes: Mapping[str, str]) ->
         for index, size in enumerate(sizes):
             header[f"{name}:{index}"] = {"dtype": "U8", "shape": [size], "data_offsets": [offset, offset + size]}
             offset += size
+    total, done = offset, 0
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as out:
@@ -64,6 +68,9 @@ def write_packed(path: Path, source: WeightSource, dtypes: Mapping[str, str]) ->
                 if part.nbytes != size:
                     raise WeightError(f"{source.path}: {name} changed while it was read")
                 out.write(part.reshape(-1).data)
+                done += size
+            if written:
+                written(name, done, total)
 
 
 def _plan_one(source: WeightSource, name: str, dtype: str) -> tuple[Packed, list[int]]:
