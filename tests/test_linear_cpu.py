@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,10 +184,10 @@ def test_without_kernels_torch_computes_and_it_is_said_once(
 def test_a_model_in_hand_answers_alike_and_may_be_cast_later(dtype: str) -> None:
     model = make_model("llama")
     expected = model(PROMPT).logits
-    plan = hand_plan(model, dtype=dtype)
     kwargs = context((1, 1), None).config.to_kwargs()
-    steps = tuple(s._replace(operator="KTransformersLinear", kwargs=kwargs) if s.role == "linear" else s for s in plan.steps)
-    made_model = apply_plan(replace(plan, steps=steps), weights=source_of(model))
+    linears = [path for path, module in model.named_modules() if type(module) is nn.Linear]
+    plan = hand_plan(model, operators=dict.fromkeys(linears, ("KTransformersLinear", kwargs)), dtype=dtype)
+    made_model = apply_plan(plan, weights=source_of(model))
     assert any(type(module) is KLinearCPUInfer for module in made_model.modules())
     tolerance = 1e-4 if dtype == "float32" else 5e-2
     torch.testing.assert_close(made_model(PROMPT).logits.float(), expected, rtol=tolerance, atol=tolerance)

@@ -5,6 +5,10 @@
 
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "types.h"
 
 namespace ktopt {
@@ -41,6 +45,12 @@ inline float half_at(const uint8_t* p) {
     return half_to_float(h);
 }
 
+// 32 bytes at once, in whatever registers the compiler has for them.
+using Bytes32 = uint8_t __attribute__((vector_size(32)));
+
+inline void load(const uint8_t* p, Bytes32& out) { std::memcpy(&out, p, 32); }
+inline void store(const Bytes32& bytes, uint8_t* p) { std::memcpy(p, &bytes, 32); }
+
 constexpr int8_t IQ4_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // Up to 256 numbers of a row in a common form. Groups and numbers past `count` are zero.
@@ -66,6 +76,34 @@ struct Format32 {
     }
 };
 
+#if defined(__AVX2__)
+inline __m256i nibbles32(const uint8_t* p) {
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(packed), _mm_srli_epi16(packed, 4), 1);
+    return _mm256_and_si256(both, _mm256_set1_epi8(15));
+}
+
+inline void store32(__m256i bytes, uint8_t* p) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes); }
+
+inline void nibbles(const uint8_t* p, uint8_t* u) { store32(nibbles32(p), u); }
+
+inline void five_bits(const uint8_t* low, const uint8_t* high, uint8_t* u) {
+    int bits;
+    std::memcpy(&bits, high, 4);
+    // each byte of the mask eight times, then one bit of each
+    const __m256i spread = _mm256_shuffle_epi8(
+        _mm256_set1_epi32(bits), _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
+    const __m256i one = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, one), one);
+    store32(_mm256_or_si256(nibbles32(low), _mm256_and_si256(set, _mm256_set1_epi8(16))), u);
+}
+
+inline void iq4_numbers(const uint8_t* p, uint8_t* u) {
+    const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(IQ4_LEVELS));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_xor_si128(levels, _mm_set1_epi8(char(0x80))));
+    store32(_mm256_shuffle_epi8(table, nibbles32(p)), u);
+}
+#else
 inline void nibbles(const uint8_t* p, uint8_t* u) {
     for (int i = 0; i < 16; i++) {
         u[i] = p[i] & 15;
@@ -81,6 +119,14 @@ inline void five_bits(const uint8_t* low, const uint8_t* high, uint8_t* u) {
         u[i + 16] = uint8_t((low[i] >> 4) | ((bits >> (i + 16) & 1) << 4));
     }
 }
+
+inline void iq4_numbers(const uint8_t* p, uint8_t* u) {
+    for (int i = 0; i < 16; i++) {
+        u[i] = uint8_t(IQ4_LEVELS[p[i] & 15] + 128);
+        u[i + 16] = uint8_t(IQ4_LEVELS[p[i] >> 4] + 128);
+    }
+}
+#endif
 
 struct OneQ4_0 {
     static inline void unpack(const uint8_t* p, uint8_t* u, float& scale, float&) {
@@ -111,16 +157,15 @@ struct OneQ5_1 {
 struct OneQ8_0 {
     static inline void unpack(const uint8_t* p, uint8_t* u, float& scale, float&) {
         scale = half_at(p);
-        for (int i = 0; i < 32; i++) u[i] = p[2 + i] ^ 0x80;
+        Bytes32 numbers;
+        load(p + 2, numbers);
+        store(numbers ^ 0x80, u);
     }
 };
 struct OneIQ4_NL {
     static inline void unpack(const uint8_t* p, uint8_t* u, float& scale, float&) {
         scale = half_at(p);
-        for (int i = 0; i < 16; i++) {
-            u[i] = uint8_t(IQ4_LEVELS[p[2 + i] & 15] + 128);
-            u[i + 16] = uint8_t(IQ4_LEVELS[p[2 + i] >> 4] + 128);
-        }
+        iq4_numbers(p + 2, u);
     }
 };
 
@@ -144,9 +189,11 @@ template <> struct Format<Q2_K> : Format256<Q2_K, 16, 0, true> {
             out.scale[g] = d * float(p[g] & 15);
             out.offset[g] = dmin * float(p[g] >> 4);
         }
-        for (int part = 0; part < 2; part++)
-            for (int s = 0; s < 4; s++)
-                for (int i = 0; i < 32; i++) out.u[128 * part + 32 * s + i] = p[16 + 32 * part + i] >> (2 * s) & 3;
+        for (int part = 0; part < 2; part++) {
+            Bytes32 packed;
+            load(p + 16 + 32 * part, packed);
+            for (int s = 0; s < 4; s++) store(packed >> (2 * s) & 3, out.u + 128 * part + 32 * s);
+        }
     }
 };
 
@@ -158,9 +205,12 @@ template <> struct Format<Q3_K> : Format256<Q3_K, 16, 4, false> {
             const int low = g < 8 ? s[g] & 15 : s[g - 8] >> 4, high = s[8 + g % 4] >> (2 * (g / 4)) & 3;
             out.scale[g] = d * float((low | high << 4) - 32);
         }
-        for (int j = 0; j < 8; j++)
-            for (int i = 0; i < 32; i++)
-                out.u[32 * j + i] = uint8_t((p[32 + 32 * (j / 4) + i] >> (2 * (j % 4)) & 3) | (p[i] >> j & 1) << 2);
+        Bytes32 low, high;
+        load(p, high);
+        for (int j = 0; j < 8; j++) {
+            load(p + 32 + 32 * (j / 4), low);
+            store((low >> (2 * (j % 4)) & 3) | (high >> j & 1) << 2, out.u + 32 * j);
+        }
     }
 };
 
@@ -179,22 +229,25 @@ inline void scales_k4(const uint8_t* p, Unpacked& out) {
 template <> struct Format<Q4_K> : Format256<Q4_K, 32, 0, true> {
     static inline void unpack(const uint8_t* p, int64_t, Unpacked& out) {
         scales_k4(p, out);
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) {
-                out.u[64 * j + i] = p[16 + 32 * j + i] & 15;
-                out.u[64 * j + 32 + i] = p[16 + 32 * j + i] >> 4;
-            }
+        for (int j = 0; j < 4; j++) {
+            Bytes32 packed;
+            load(p + 16 + 32 * j, packed);
+            store(packed & 15, out.u + 64 * j);
+            store(packed >> 4, out.u + 64 * j + 32);
+        }
     }
 };
 
 template <> struct Format<Q5_K> : Format256<Q5_K, 32, 0, true> {
     static inline void unpack(const uint8_t* p, int64_t, Unpacked& out) {
         scales_k4(p, out);
-        for (int j = 0; j < 4; j++)
-            for (int i = 0; i < 32; i++) {
-                out.u[64 * j + i] = uint8_t((p[48 + 32 * j + i] & 15) | (p[16 + i] >> (2 * j) & 1) << 4);
-                out.u[64 * j + 32 + i] = uint8_t((p[48 + 32 * j + i] >> 4) | (p[16 + i] >> (2 * j + 1) & 1) << 4);
-            }
+        Bytes32 packed, high;
+        load(p + 16, high);
+        for (int j = 0; j < 4; j++) {
+            load(p + 48 + 32 * j, packed);
+            store((packed & 15) | (high >> (2 * j) & 1) << 4, out.u + 64 * j);
+            store(packed >> 4 | (high >> (2 * j + 1) & 1) << 4, out.u + 64 * j + 32);
+        }
     }
 };
 
@@ -203,14 +256,15 @@ template <> struct Format<Q6_K> : Format256<Q6_K, 16, 32, false> {
         const float d = half_at(p + 208);
         for (int g = 0; g < 16; g++) out.scale[g] = d * float(int8_t(p[192 + g]));
         for (int part = 0; part < 2; part++) {
-            const uint8_t *low = p + 64 * part, *high = p + 128 + 32 * part;
+            Bytes32 first, second, high;
+            load(p + 64 * part, first);
+            load(p + 64 * part + 32, second);
+            load(p + 128 + 32 * part, high);
             uint8_t* u = out.u + 128 * part;
-            for (int i = 0; i < 32; i++) {
-                u[i] = uint8_t((low[i] & 15) | (high[i] & 3) << 4);
-                u[i + 32] = uint8_t((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4);
-                u[i + 64] = uint8_t((low[i] >> 4) | (high[i] >> 4 & 3) << 4);
-                u[i + 96] = uint8_t((low[i + 32] >> 4) | (high[i] >> 6) << 4);
-            }
+            store((first & 15) | (high & 3) << 4, u);
+            store((second & 15) | (high >> 2 & 3) << 4, u + 32);
+            store(first >> 4 | (high >> 4 & 3) << 4, u + 64);
+            store(second >> 4 | high >> 6 << 4, u + 96);
         }
     }
 };
@@ -223,11 +277,7 @@ template <> struct Format<IQ4_XS> : Format256<IQ4_XS, 32, 128, false> {
         for (int g = 0; g < 8; g++) {
             const int low = p[4 + g / 2] >> (4 * (g % 2)) & 15;
             out.scale[g] = d * float((low | (high >> (2 * g) & 3) << 4) - 32);
-            for (int i = 0; i < 16; i++) {
-                const uint8_t packed = p[8 + 16 * g + i];
-                out.u[32 * g + i] = uint8_t(IQ4_LEVELS[packed & 15] + 128);
-                out.u[32 * g + 16 + i] = uint8_t(IQ4_LEVELS[packed >> 4] + 128);
-            }
+            iq4_numbers(p + 8 + 16 * g, out.u + 32 * g);
         }
     }
 };

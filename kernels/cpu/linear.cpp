@@ -13,6 +13,7 @@ namespace ktopt {
 namespace {
 
 constexpr int64_t LEAST_BYTES = 24 << 10;  // what a part reads at least: less takes about as long as handing it over
+constexpr int64_t LONG_BYTES = 2 << 20;  // from about 100 microseconds on it is worth waking threads
 constexpr int PARTS_A_THREAD = 4;
 constexpr int64_t ROWS_TOGETHER = 16;  // a cache line of results
 
@@ -45,8 +46,10 @@ thread_local Scratch floats_scratch, activations_scratch;
 // Rows in equal parts.
 struct Split {
     int64_t rows, step, parts;
+    bool is_long;
 
-    Split(const Matrix& w, int64_t work_bytes, int threads) : rows(w.rows), step(w.rows), parts(1) {
+    Split(const Matrix& w, int64_t work_bytes, int threads)
+        : rows(w.rows), step(w.rows), parts(1), is_long(work_bytes >= LONG_BYTES) {
         const int64_t wanted = std::min<int64_t>(int64_t(threads) * PARTS_A_THREAD, work_bytes / LEAST_BYTES);
         if (threads <= 1 || wanted <= 1) return;
         step = (rows / wanted + ROWS_TOGETHER) / ROWS_TOGETHER * ROWS_TOGETHER;
@@ -59,7 +62,8 @@ struct Split {
 
 template <class Function>
 void run(const Split& split, int threads, Function function) {
-    run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &function, split.parts, threads);
+    run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &function, split.parts, threads,
+              split.is_long);
 }
 
 constexpr uint16_t EXPONENT = 0x7c00;

@@ -44,7 +44,7 @@ bool watch(Done done) {
 
 class Pool {
 public:
-    void run(Part function, void* job, int64_t parts, int threads) {
+    void run(Part function, void* job, int64_t parts, int threads, bool long_job) {
         if (threads <= 1 || parts <= 1 || !owner_.try_lock()) {
             for (int64_t part = 0; part < parts; part++) function(job, part);
             return;
@@ -57,7 +57,7 @@ public:
         next_.store(0, std::memory_order_relaxed);
         ticket_.fetch_add(1);
         open_.store(true);
-        const bool called = call_sleepers();
+        const bool called = call_sleepers(long_job);
         const int64_t own = work();
         helped(called, own < parts);
         open_.store(false);  // who comes now finds the door shut; who is inside is waited for
@@ -77,10 +77,10 @@ private:
         return true;
     }
 
-    // Waking a thread takes as long as a small job, and on a busy machine the thread comes too late. So after calls that brought no
-    // help some jobs go without, up to MOST_SKIPPED. A thread that is still watching helps without a call.
-    bool call_sleepers() {
-        if (asleep_.load() == 0 || skip_-- > 0) return false;
+    // Waking a thread takes as long as a short job, and on a busy machine the thread comes too late. So after calls that brought no
+    // help some short jobs go without, up to MOST_SKIPPED. A thread that is still watching helps without a call.
+    bool call_sleepers(bool long_job) {
+        if (asleep_.load() == 0 || (skip_-- > 0 && !long_job)) return false;
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
         return true;
@@ -152,6 +152,8 @@ Pool& pool() {
 
 }  // namespace
 
-void run_parts(Part function, void* job, int64_t parts, int threads) { pool().run(function, job, parts, threads); }
+void run_parts(Part function, void* job, int64_t parts, int threads, bool long_job) {
+    pool().run(function, job, parts, threads, long_job);
+}
 
 }  // namespace ktopt

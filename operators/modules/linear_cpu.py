@@ -67,7 +67,7 @@ class KLinearCPUInfer(KTransformersLinear):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and self.__dict__.get("parts"):
-            return torch.cat([tile for _, tile in self._tiles(self.dtype)])
+            return torch.cat(list(self._tiles(self.dtype)))
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -109,27 +109,20 @@ class KLinearCPUInfer(KTransformersLinear):
             return super().forward(x)
         dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
         operand = x.to(dtype)
-        out = x.new_empty((*x.shape[:-1], self.out_features)) if not x.requires_grad else None
-        made = []
-        for first, tile in self._tiles(dtype):
-            product = functional.linear(operand, tile).to(x.dtype)
-            if out is None:
-                made.append(product)
-            else:
-                out[..., first : first + tile.shape[0]] = product
-        whole = torch.cat(made, dim=-1) if out is None else out
+        made = [functional.linear(operand, tile) for tile in self._tiles(dtype)]
+        whole = (made[0] if len(made) == 1 else torch.cat(made, dim=-1)).to(x.dtype)
         return whole if self.bias is None else whole + self.bias.to(x.dtype)
 
-    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """The weight's rows in pieces: (first row, rows as numbers)."""
+    def _tiles(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The weight's rows as numbers, in pieces from top to bottom."""
         step = max(1, TILE_BYTES // (self.in_features * dtype.itemsize))
         held = dtype if dtype is torch.bfloat16 else torch.float32
         threads = torch.get_num_threads()
-        for first, part in self.parts:
+        for _, part in self.parts:
             for start in range(0, part.rows, step):
                 tile = torch.empty(min(step, part.rows - start), self.in_features, dtype=held)
                 cpu.dequantize(part, tile, threads, start)
-                yield first + start, tile.to(dtype)
+                yield tile.to(dtype)
 
     def _weight_as_parts(self) -> list[tuple[int, cpu.Blocks]]:
         """The weight parameter where it is now, as one part; none where the kernels can't take it."""
