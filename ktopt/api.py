@@ -34,7 +34,7 @@ def apply(
     model     a model in hand, which is changed and returned; or what names one: a shipped name, a folder, a config.json, a GGUF
               file
     weights   a GGUF file, a safetensors file or folder, or an open WeightSource; by default those of the model or its folder
-    force     go on although the plan holds errors
+    force     go on although the plan holds errors, or was made by other versions
     progress  called with a ProgressEvent after every tensor
     options   of `compile`, where `plan` is a rule file: device, dtype, hardware, remap
 
@@ -46,19 +46,21 @@ def apply(
     if in_hand is None and weights is None:
         weights = _own_weights(model)
     if not isinstance(plan, Plan):
-        plan = _plan(plan, model if model is not None else weights, options)
+        plan = _plan(plan, model if model is not None else weights, options, force)
     elif options:
         raise UsageError(f"a plan settles {', '.join(sorted(options))} already; give them to compile instead")
     return apply_plan(plan, in_hand, weights, force=force, progress=progress)
 
 
-def _plan(given: SourceFile | str | os.PathLike[str], model: Any, options: dict[str, Any]) -> Plan:
+def _plan(given: SourceFile | str | os.PathLike[str], model: Any, options: dict[str, Any], force: bool) -> Plan:
     if isinstance(given, (str, os.PathLike)) and os.fspath(given).endswith(".json"):
-        from ktopt.plan_json import load_plan
+        from ktopt.plan_check import open_plan
 
         if options:
             raise UsageError(f"{os.fspath(given)} settles {', '.join(sorted(options))} already; give them to compile instead")
-        return load_plan(Path(given))
+        if hasattr(model, "_modules"):
+            return open_plan(given, force, rebuild=False)  # it is compared with the module itself
+        return open_plan(given, force)
     if model is None:
         raise UsageError("a rule file needs a model: one in hand, a name, a folder, a config.json or a GGUF file")
     return compile(given if isinstance(given, SourceFile) else Path(given), model, **options)
@@ -89,14 +91,15 @@ def load_model(
     weights  as `apply` takes them
     device   where modules go that no rule places; without rules, all of them
 
-    The tokenizer is the one beside the weights or the model, or the GGUF file's own. KtoptError where there is none.
+    The tokenizer is the one beside the weights or the model, or the GGUF file's own; its end token is one of those that the model's
+    `generate` stops at. KtoptError where there is none.
     """
     from ktopt.folder import is_optimized
-    from ktopt.weights.tokenizer import find_tokenizer
+    from ktopt.weights.tokenizer import find_tokenizer, stop_tokens
 
     folder = Path(model)
     if rules is None and is_optimized(folder):
-        loaded = _load_folder(folder, {**options, **({"device": device} if device else {})}, progress)
+        loaded = _load_folder(folder, {**options, **({"device": device} if device else {})}, force, progress)
     else:
         if device is not None:
             options["device"] = device
@@ -108,19 +111,21 @@ def load_model(
         raise KtoptError(
             f"no tokenizer beside {weights or model}: put tokenizer.json there, or name a folder that has it as the model"
         )
+    if getattr(loaded, "generation_config", None) is not None:
+        loaded.generation_config.eos_token_id = stop_tokens(loaded.generation_config.eos_token_id, tokenizer)
     return loaded, tokenizer
 
 
-def _load_folder(folder: Path, options: dict[str, Any], progress: Callable[[ProgressEvent], None] | None) -> Any:
+def _load_folder(folder: Path, options: dict[str, Any], force: bool, progress: Callable[[ProgressEvent], None] | None) -> Any:
     from ktopt.applying import apply_plan
     from ktopt.applying.finish import load_generation_config
     from ktopt.folder import open_folder
 
     if options:
         raise UsageError(f"the plan in {folder} settles {', '.join(sorted(options))} already; make the folder again to change that")
-    plan, source = open_folder(folder)
+    plan, source = open_folder(folder, force=force)
     try:
-        model = apply_plan(plan, weights=source, progress=progress)
+        model = apply_plan(plan, weights=source, force=force, progress=progress)
     finally:
         source.close()
     load_generation_config(model, folder)

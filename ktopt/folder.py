@@ -2,8 +2,9 @@
 
     ktopt apply rules.yaml --model M --weights W --out DIR      then      AutoModelForCausalLM.from_pretrained("DIR")
 
-The weights stay where they are, named in config.json by relative path, size and fingerprint; model.safetensors is then empty (it is
-what transformers looks for). With `copy_weights` it holds them instead, still packed as they were (weights/packed.py).
+The weights stay where they are, named in config.json by relative path, size, fingerprint and sha256; model.safetensors is then
+empty (it is what transformers looks for). With `copy_weights` it holds them instead, still packed as they were (weights/packed.py).
+Loading compares size and fingerprint, which takes milliseconds; `ktopt doctor DIR` reads every byte and compares the sha256.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "plan.json"
 WEIGHTS_FILE = "model.safetensors"
+GENERATION_FILE = "generation_config.json"
 HEAD_BYTES = 4 << 20
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
@@ -136,14 +138,25 @@ def _write_empty(path: Path) -> None:
 
 
 def file_ref(file: Path, folder: Path) -> dict[str, Any]:
-    """A weight file as config.json refers to it: path relative to `folder`, bytes, fingerprint."""
-    return {"path": os.path.relpath(file, folder), "size": file.stat().st_size, "sha256": fingerprint(file)}
+    """A weight file as config.json refers to it: path relative to `folder`, bytes, fingerprint, and sha256 of all bytes."""
+    return {
+        "path": os.path.relpath(file, folder),
+        "size": file.stat().st_size,
+        "fingerprint": fingerprint(file),
+        "sha256": full_sha256(file),
+    }
+
+
+def full_sha256(file: Path) -> str:
+    """sha256 of a whole file, as sha256sum prints it: a second or so a gigabyte."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def fingerprint(file: Path) -> str:
-    """sha256 over a file's size, its first 4 MiB (where GGUF and safetensors list their tensors) and 64 samples of 64 KiB spread
-    evenly to its end. It takes milliseconds for a file of any size, and tells another model, another quantisation, a retrained or a
-    truncated file; it is no proof against one changed on purpose between the samples."""
+    """ "sampled-sha256:" and a sha256 over a file's size, its first 4 MiB (where GGUF and safetensors list their tensors) and 64
+    samples of 64 KiB spread evenly to its end. It takes milliseconds for a file of any size, and tells another model, another
+    quantisation, a retrained or a truncated file; bytes between the samples may change unseen."""
     size = file.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
@@ -154,7 +167,7 @@ def fingerprint(file: Path) -> str:
             sha.update(stream.read(SAMPLE_BYTES))
         if rest <= 0:
             sha.update(stream.read())
-    return sha.hexdigest()
+    return f"{FINGERPRINT}:{sha.hexdigest()}"
 
 
 def _write_config(plan: Plan, made: Path, refs: list[dict[str, Any]], root: Any) -> None:
@@ -166,14 +179,27 @@ def _write_config(plan: Plan, made: Path, refs: list[dict[str, Any]], root: Any)
 
 
 def _write_companions(plan: Plan, made: Path, weights: Path, root: Any, tokenizer: Any) -> None:
-    """The generation config and the tokenizer: as given, else from the folder of the weights or the model, or the GGUF file."""
+    """The generation config and the tokenizer: as given, else from the folder of the weights or the model, or the GGUF file. The
+    tokenizer's end token joins those of the generation config, so that `generate` stops where `ktopt run` does."""
     folders = [p if p.is_dir() else p.parent for p in (weights, Path(plan.model.source)) if p.exists() and p.suffix != ".gguf"]
-    if not _copy_first(folders, ("generation_config.json",), made):
+    if not _copy_first(folders, (GENERATION_FILE,), made):
         root.generation_config.save_pretrained(made)
     if tokenizer is None and not _copy_first([f for f in folders if has_tokenizer(f)], TOKENIZER_FILES, made):
         tokenizer = find_tokenizer((weights,))
     if tokenizer is not None:
         tokenizer.save_pretrained(made)
+    tokenizer = tokenizer or find_tokenizer((made,))
+    if tokenizer is not None:
+        _add_stop_tokens(made / GENERATION_FILE, tokenizer)
+
+
+def _add_stop_tokens(file: Path, tokenizer: Any) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    own = config.get("eos_token_id")
+    ends = stop_tokens(own, tokenizer)
+    if ends is not None and ends not in (own, [own]):
+        config["eos_token_id"] = ends
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _copy_first(folders: list[Path], names: tuple[str, ...], made: Path) -> bool:
@@ -187,18 +213,17 @@ def _copy_first(folders: list[Path], names: tuple[str, ...], made: Path) -> bool
     return False
 
 
-def open_folder(folder: Path, quantization: Any = None) -> tuple[Plan, Any]:
-    """An optimized folder's plan and its open weights. KtoptError names the file that is missing or isn't the one that it was."""
+def open_folder(folder: Path, quantization: Any = None, force: bool = False) -> tuple[Plan, Any]:
+    """An optimized folder's plan and its open weights. KtoptError names the file that is missing or isn't the one that it was, or
+    the versions that made the plan where these don't stand in for them (unless `force`)."""
     if quantization is None:
         quantization = _read_quantization(folder)
     elif not isinstance(quantization, Mapping):
         quantization = quantization.to_dict()
-    plan = load_plan(_inside(folder, str(quantization.get("plan", PLAN_FILE))))
-    refs = quantization.get("weights") or []
-    if not refs or not all(isinstance(r, Mapping) and isinstance(r.get("path"), str) for r in refs):
-        raise KtoptError(
-            f"{folder / 'config.json'}: quantization_config names no weights; make the folder again with `ktopt apply`"
-        )
+    file = _inside(folder, str(quantization.get("plan", PLAN_FILE)))
+    plan = load_plan(file)
+    check_versions(plan, str(file), force)
+    refs = _refs(folder, quantization)
     files = [_checked(folder, ref) for ref in refs]
     if refs[0].get("copied"):
         from ktopt.weights.packed import PackedWeights
@@ -208,6 +233,30 @@ def open_folder(folder: Path, quantization: Any = None) -> tuple[Plan, Any]:
 
     gguf = files[0].suffix == ".gguf"
     return plan, open_weights(files[0] if gguf or len(files) == 1 else files[0].parent, plan.model.config)
+
+
+def verify_folder(folder: Path) -> Iterator[str]:
+    """Check an optimized folder fully: its plan against the model that its config builds, and every byte of its weights. Gives the
+    name of each file that has passed; KtoptError at the first that doesn't."""
+    quantization = _read_quantization(folder)
+    plan = _inside(folder, str(quantization.get("plan", PLAN_FILE)))
+    open_plan(plan)
+    yield plan.name
+    for ref in _refs(folder, quantization):
+        file = _checked(folder, ref)
+        if not isinstance(ref.get("sha256"), str) or full_sha256(file) != ref["sha256"]:
+            raise KtoptError(f"{folder}: {file} has other bytes than when the folder was made (its sha256 differs)")
+        yield str(ref["path"])
+
+
+def _refs(folder: Path, quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The weight files that the folder's config refers to."""
+    refs = quantization.get("weights") or []
+    if not refs or not all(isinstance(r, Mapping) and isinstance(r.get("path"), str) for r in refs):
+        raise KtoptError(
+            f"{folder / 'config.json'}: quantization_config names no weights; make the folder again with `ktopt apply`"
+        )
+    return list(refs)
 
 
 def _read_quantization(folder: Path) -> Mapping[str, Any]:
@@ -228,7 +277,9 @@ def _checked(folder: Path, ref: Mapping[str, Any]) -> Path:
     file = Path(os.path.normpath(folder / ref["path"]))
     if not file.is_file():
         raise KtoptError(f"{folder}: its weights are gone: {file} doesn't exist. Move it back, or make the folder again")
-    size = file.stat().st_size
-    if size != ref.get("size") or fingerprint(file) != ref.get("sha256"):
+    size, known = file.stat().st_size, str(ref.get("fingerprint", ""))
+    if not known.startswith(f"{FINGERPRINT}:"):
+        raise KtoptError(f"{folder}: its fingerprint of {file} is of a kind that this ktopt doesn't know; make the folder again")
+    if size != ref.get("size") or fingerprint(file) != known:
         raise KtoptError(f"{folder}: {file} is not the file that the folder was made for ({size} bytes, was {ref.get('size')})")
     return file

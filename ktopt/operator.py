@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 from ktopt.graph import ITEM_BYTES, Module
-from ktopt.placement import Footprint, canonical_device
+from ktopt.placement import Footprint, canonical_device, device_kind
 
 
 def option(
@@ -144,6 +144,26 @@ class OperatorSpec:
 
     def fits(self, module: Module) -> bool:
         return not self.roles or module.role in self.roles
+
+
+def op_on(spec: OperatorSpec, asked: Op, device: str) -> tuple[Op, str]:
+    """The op that runs for `asked` on `device`: itself, or the first counterpart that can, with the reason. `asked` itself, for no
+    reason, where neither it nor a counterpart can.
+
+    That an op can't run on the device that its own rule names is an error of the validate stage; under --remap, or for want of a
+    kernel, another takes its place.
+    """
+    op, reasons = asked, []
+    while True:
+        if device_kind(device) not in op.devices:
+            reasons.append(f"{op.name} doesn't run on {device_kind(device)}")
+        elif op.needs:
+            reasons.append(op.needs)
+        else:
+            return op, "; ".join(reasons)
+        if not op.counterpart:
+            return asked, ""
+        op = spec.ops[op.counterpart]
 
 
 def dense_footprint(module: Module, config: OperatorConfig, dtype: str) -> Footprint:

@@ -114,6 +114,13 @@ class Plan:
     def by_path(self) -> dict[str, Step]:
         return {step.path: step for step in self.steps}
 
+    def blame(self, step: Step) -> str:
+        """The rule behind a step, as file:line, or the plan's default."""
+        if step.rule is None:
+            return "no rule (the default)"
+        rule = self.rules[step.rule]
+        return f"{rule.file}:{rule.line} (rule {rule.id})"
+
     @property
     def devices(self) -> tuple[str, ...]:
         """Every device that holds tensors or runs an operator, in order of first use. Containers only pass data on."""

@@ -7,9 +7,10 @@ every field is checked before it is used, and nothing in it is executed.
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from ktopt.plan import FORMAT, ModelRef, Plan, RuleRef, Step, Transfer
 
 VERSION_FIELDS = ("ktopt_version", "transformers_version")
 MAX_PLAN_BYTES = 512 << 20
+_WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class PlanFileError(KtoptError):
@@ -102,7 +104,10 @@ def plan_from_json(data: Mapping[str, Any], where: str = "plan") -> Plan:
         raise PlanFileError(
             f"{where}: plan format {found!r}; this ktopt reads format {FORMAT}. Make the plan again with `ktopt plan`"
         )
-    plan: Plan = _read(Plan, data, where)
+    try:
+        plan: Plan = _read(Plan, data, where)
+    except RecursionError:
+        raise PlanFileError(f"{where}: nested too deeply to be a plan") from None
     _check_plan(plan, where)
     return plan
 
@@ -151,20 +156,29 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 def _free(value: Any) -> Any:
     """Values of any shape (kwargs, a model's config), with the whole-number keys that JSON made strings."""
     if isinstance(value, Mapping):
-        return {int(k) if k.isdecimal() else k: _free(v) for k, v in value.items()}
+        return {int(k) if _WHOLE_NUMBER.fullmatch(str(k)) else k: _free(v) for k, v in value.items()}
     return value
 
 
 def _check_plan(plan: Plan, where: str) -> None:
+    _check_devices((plan.default_device,), f"{where}: default_device")
     for step in plan.steps:
-        try:
-            for device in (step.generate_device, step.prefill_device, *step.replicas):
-                if canonical_device(device) != device:
-                    raise ValueError(f"{device!r} is not the canonical spelling of a device")
-        except ValueError as error:
-            raise PlanFileError(f"{where}: {step.path}: {error}") from error
+        _check_devices((step.generate_device, step.prefill_device, *step.replicas), f"{where}: {step.path}")
+        if step.weight_bytes < 0:
+            raise PlanFileError(f"{where}: {step.path}: weight_bytes {step.weight_bytes} is less than nothing")
         if step.rule is not None and not 0 <= step.rule < len(plan.rules):
             raise PlanFileError(f"{where}: {step.path}: rule {step.rule} of {len(plan.rules)}")
     for transfer in plan.transfers:
+        _check_devices((transfer.source, transfer.target), f"{where}: transfer at {transfer.path}")
         if transfer.side not in ("input", "output"):
             raise PlanFileError(f"{where}: transfer at {transfer.path}: side {transfer.side!r} is neither input nor output")
+
+
+def _check_devices(devices: Iterable[str], where: str) -> None:
+    for device in devices:
+        try:
+            canonical = canonical_device(device)
+        except ValueError as error:
+            raise PlanFileError(f"{where}: {error}") from error
+        if canonical != device:
+            raise PlanFileError(f"{where}: {device!r} is not the canonical spelling of a device, {canonical!r}")

@@ -24,9 +24,6 @@ from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
 from ktopt.versions import installed
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""What weights may be held in."""
-
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -265,7 +262,7 @@ class _Planner:
                 changes[f.name] = self.options.place(place)
             elif f.metadata.get("op") and value in spec.ops:
                 device = prefill if f.name.startswith("prefill") else generate
-                chosen, why = self._op_here(spec, spec.ops[value], device)
+                chosen, why = op_on(spec, spec.ops[value], device)
                 if f.name not in rule.replace.given:
                     changes[f.name] = chosen.name  # nobody asked for an op: the default is the best one that runs there
                 elif chosen is not spec.ops[value]:

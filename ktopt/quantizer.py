@@ -31,7 +31,8 @@ class KtoptConfig(QuantizationConfigMixin):
 
     plan      the plan's file, relative to the folder
     dtype     the plan's dtype
-    weights   {path, size, sha256} of each weight file: path is relative to the folder, sha256 as folder.fingerprint makes it
+    weights   {path, size, fingerprint, sha256} of each weight file: path is relative to the folder, fingerprint as
+              folder.fingerprint makes it, sha256 of the whole file
     """
 
     quant_method: str = METHOD

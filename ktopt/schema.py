@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from ktopt import registry
 from ktopt.operator import OperatorSpec, field_types
+from ktopt.placement import DTYPES
 from ktopt.plan import FORMAT, Plan, Step
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 DEVICE_PATTERN = r"^(cpu|mps|(cuda|npu|xpu)(:\d+)?)$"
-DTYPES = ("float32", "bfloat16", "float16")
 _SIMPLE: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
     int: {"type": "integer"},

@@ -8,6 +8,8 @@ import torch
 from gguf_fixtures import tiny_model
 
 import ktopt
+from ktopt import registry
+from ktopt.operator import build_config
 from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
 from ktopt.trees import graph_from_module
 from ktopt.weights import MissingTensor, StoredTensor
@@ -32,16 +34,19 @@ def greedy(model, tokens: int = 12, prompt: torch.Tensor = PROMPT) -> list[int]:
 
 def hand_plan(model, *, devices=None, operators=None, transfers=(), dtype="float32", rule_line=7) -> Plan:
     """A plan of `model` made without the compiler: `devices` maps path prefixes to devices (the longest wins), `operators` maps
-    paths to (operator, kwargs), which rule 0 decided."""
+    paths to (operator, kwargs), which a rule for each operator decided. An unknown operator counts as the default."""
     graph = graph_from_module(model)
+    names = ["KTransformersLinear", *sorted({name for name, _ in (operators or {}).values()} - {"KTransformersLinear"})]
     steps = []
     for module in graph.modules:
         device = placed(module.path, devices or {})
         operator, kwargs = (operators or {}).get(module.path, ("default", {}))
-        size = sum(t.nbytes for t in module.tensors)
-        rule = 0 if module.path in (operators or {}) else None
+        spec = registry.find(operator) or registry.find("default")
+        config = build_config(spec, kwargs)[0] or spec.config()
+        size = spec.footprint(module, config, dtype).weight_bytes if module.tensors else 0
+        rule = names.index(operator) if module.path in (operators or {}) else None
         steps.append(Step(module.path, module.cls.name, module.role, operator, kwargs, device, device, dtype, size, rule=rule))
-    rules = (RuleRef("linear", "rules.yaml", rule_line, 3, "KTransformersLinear"),)
+    rules = tuple(RuleRef("linear" if i == 0 else name, "rules.yaml", rule_line, 3, name) for i, name in enumerate(names))
     config = model.config.to_dict()
     ref = ModelRef(str(config.get("_name_or_path") or "tiny"), config["model_type"], (type(model).__name__,), graph.digest, config)
     return Plan(ref, "rules.yaml", "0" * 64, rules, tuple(steps), tuple(transfers), "cpu", dtype, ktopt_version=ktopt.__version__)

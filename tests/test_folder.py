@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ktopt
 from ktopt.diagnostics import KtoptError
-from ktopt.folder import fingerprint, save_folder
+from ktopt.folder import fingerprint, save_folder, verify_folder
 from ktopt.operators.modules.linear import KTransformersLinear
 from ktopt.plan_json import dump_plan
 from ktopt.source import SourceFile
@@ -100,7 +101,9 @@ def test_a_folder_refers_to_its_weights_by_relative_path_and_can_move_with_them(
     shutil.copy(file, tmp_path / "tiny.gguf")
     save_folder(plan, tmp_path / "deep" / "out", tmp_path / "tiny.gguf")
     refs = json.loads((tmp_path / "deep/out/config.json").read_text())["quantization_config"]["weights"]
-    assert refs == [{"path": "../../tiny.gguf", "size": file.stat().st_size, "sha256": fingerprint(file), "copied": False}]
+    known = {"fingerprint": fingerprint(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    assert refs == [{"path": "../../tiny.gguf", "size": file.stat().st_size, **known, "copied": False}]
+    assert known["fingerprint"].startswith("sampled-sha256:")
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     (tmp_path / "deep").rename(moved / "deep")
@@ -228,6 +231,70 @@ def test_a_folder_whose_weights_were_changed_is_refused(made, tmp_path):
         stream.write(b"other")
     with pytest.raises(KtoptError, match="not the file that the folder was made for"):
         ktopt.load_model(out)
+
+
+def test_a_byte_between_the_samples_is_found_by_doctor_and_not_at_load(made, tmp_path, capsys):
+    from ktopt.cli import main
+
+    _, plan, file = made
+    large = tmp_path / "tiny.gguf"
+    shutil.copy(file, large)
+    with large.open("ab") as stream:
+        stream.truncate(64 << 20)
+    out = save_folder(plan, tmp_path / "out", large)
+    assert main(["doctor", str(out)]) == 0
+    assert capsys.readouterr().out == "ok  plan.json\nok  ../tiny.gguf\n"
+    with large.open("r+b") as stream:
+        stream.seek((4 << 20) + (100 << 10))
+        stream.write(b"x")
+    ktopt.load_model(out)
+    assert main(["doctor", str(out)]) == 1
+    assert "tiny.gguf has other bytes" in capsys.readouterr().err
+
+
+def test_doctor_checks_the_plan_of_a_folder_too(made, tmp_path):
+    _, plan, file = made
+    out = save_folder(plan, tmp_path / "out", file)
+    data = json.loads((out / "plan.json").read_text())
+    del data["steps"][5]
+    (out / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(KtoptError, match="in the model, not in the plan"):
+        list(verify_folder(out))
+
+
+def test_a_fingerprint_of_another_kind_is_refused(made, tmp_path):
+    _, plan, file = made
+    out = save_folder(plan, tmp_path / "out", file)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["weights"][0]["fingerprint"] = "crc32:1234"
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(KtoptError, match="of a kind that this ktopt doesn't know"):
+        ktopt.load_model(out)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_generate_stops_at_the_tokenizers_end_token_where_the_models_config_has_another(kind, tmp_path):
+    """As SmolLM2-135M-Instruct: its config ends at one token and its chats at another."""
+    model = make_model()
+    tokenizer = make_tokenizer()
+    ends = [2, tokenizer.eos_token_id]
+    model.generation_config.eos_token_id = 2
+    if kind == "folder":
+        weights = make_folder(tmp_path / "hf", model)
+        tokenizer.save_pretrained(weights)
+        tokenizer = None
+    else:
+        weights = make_gguf(tmp_path / "m.gguf", model)
+    out = save_folder(ktopt.compile(RULES, model, device="cpu"), tmp_path / "out", weights, tokenizer=tokenizer)
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    own = loaded.generation_config.eos_token_id
+    assert own == ends if kind == "folder" else ends[1] in (own, *([] if isinstance(own, int) else own))
+    assert ends[1] in ktopt.load_model(out)[0].generation_config.eos_token_id
+    first = greedy(loaded, 1)[0]
+    head = loaded.get_output_embeddings().weight
+    with torch.no_grad():
+        head[ends[1]] = head[first] * 2  # now the likeliest token is the tokenizer's end
+    assert greedy(loaded, 8) == ends[1:]
 
 
 @pytest.mark.parametrize(

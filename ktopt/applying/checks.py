@@ -17,6 +17,7 @@ from ktopt.implementation import BuildContext
 from ktopt.operator import build_config
 from ktopt.placement import device_kind
 from ktopt.plan import Plan, Step
+from ktopt.plan_check import verify
 from ktopt.weights import WeightError
 
 SHOWN = 10
@@ -65,22 +66,19 @@ class Prepared:
     needs: dict[str, Need]
 
 
-def prepare(plan: Plan, root: nn.Module, tensors: Any) -> Prepared:
-    """Resolve and check everything that the plan needs on this model; KtoptError lists what is wrong. Changes nothing."""
+def prepare(plan: Plan, root: nn.Module, tensors: Any, carry_out: Plan | None = None) -> Prepared:
+    """Resolve and check everything that the plan needs on this model; KtoptError lists what is wrong. Changes nothing.
+
+    carry_out   the plan as it is to be carried out, where that isn't the one to check: with other names for devices
+    """
     from ktopt.trees import graph_from_module
 
     graph = graph_from_module(root)
-    verify(plan, graph, getattr(root, "config", None))
+    config = getattr(root, "config", None)
+    verify(plan, graph, config=config.to_dict() if config is not None and hasattr(config, "to_dict") else None)
+    plan = carry_out or plan
     replacements = tuple(_replacements(plan, graph, root))
     return Prepared(plan, graph, root, replacements, _needs(plan, graph, root, tensors))
-
-
-def blame(plan: Plan, step: Step) -> str:
-    """The rule behind a step, as file:line, or the plan's default."""
-    if step.rule is None:
-        return "no rule (the default)"
-    rule = plan.rules[step.rule]
-    return f"{rule.file}:{rule.line} (rule {rule.id})"
 
 
 def check_errors(plan: Plan, force: bool) -> None:
@@ -89,8 +87,8 @@ def check_errors(plan: Plan, force: bool) -> None:
         raise KtoptError("the plan holds errors:\n" + _listed(plan.errors) + "\nMend the rules, or apply it with force (--force)")
 
 
-def check_devices(plan: Plan) -> None:
-    """Refuse devices that this machine lacks, naming what is placed there."""
+def check_devices(plan: Plan, otherwise: str = "") -> None:
+    """Refuse devices that this machine lacks, naming what is placed there. `otherwise` is a way out beside planning for others."""
     wanted = dict.fromkeys((*plan.devices, *(t.target for t in plan.transfers)))
     lacking = [device for device in wanted if not has_device(device)]
     if not lacking:
@@ -101,7 +99,7 @@ def check_devices(plan: Plan) -> None:
         kind = device_kind(device)
         lines.append(f"{device}: {len(paths)} modules, the first is {paths[0] if paths else '-'}; {_device_state(kind)}")
     remap = " ".join(f"--remap {kind}=cpu" for kind in dict.fromkeys(map(device_kind, lacking)))
-    raise KtoptError(f"this machine lacks devices that the plan uses:\n{_listed(lines)}\nPlan with {remap} to run here")
+    raise KtoptError(f"this machine lacks devices that the plan uses:\n{_listed(lines)}\nPlan with {remap} to run here{otherwise}")
 
 
 def has_device(device: str) -> bool:
@@ -121,53 +119,18 @@ def _device_state(kind: str) -> str:
     return f"torch {torch.__version__} sees {count if count else 'no'} {kind} device{'s' if count != 1 else ''} here"
 
 
-def verify(plan: Plan, graph: ModuleGraph, config: Any = None) -> None:
-    """Refuse a plan that was made for another tree: other paths, other classes, other tensor shapes."""
-    if graph.digest == plan.model.tree:
-        return
-    found, planned = graph.by_path, plan.by_path
-    kinds = [
-        [f"{path}: in the plan, not in the model" for path in planned if path not in found],
-        [f"{path}: in the model, not in the plan" for path in found if path not in planned],
-        [
-            f"{path}: the plan has {step.cls}, the model has {found[path].cls.name}"
-            for path, step in planned.items()
-            if path in found and found[path].cls.name != step.cls
-        ],
-    ]
-    if not any(kinds):
-        kinds = [_config_differences(plan, config) or ["tensor shapes differ"]]
-    listed = "\n".join(_listed(lines, shown=4) for lines in kinds if lines)
-    raise KtoptError(f"this plan was made for another model ({plan.model.source}):\n{listed}\nMake the plan again for this one")
-
-
-def _config_differences(plan: Plan, config: Any) -> list[str]:
-    mine = config.to_dict() if hasattr(config, "to_dict") else {}
-    return [
-        f"{key}: {value!r} in the plan, {mine[key]!r} in the model"
-        for key, value in plan.model.config.items()
-        if key in mine and mine[key] != value and isinstance(value, (int, str, float))
-    ]
-
-
 def _replacements(plan: Plan, graph: ModuleGraph, root: nn.Module) -> Iterator[Replacement]:
     for step in plan.steps:
         if step.operator == "default" or step.inside:
             continue
         spec = registry.find(step.operator)
-        if spec is None:
-            raise KtoptError(f"{blame(plan, step)}: {step.path}: no operator is named {step.operator}")
+        config = build_config(spec, step.kwargs)[0] if spec else None
+        assert spec is not None
+        assert config is not None
         module = graph.by_path[step.path]
-        config, problems = build_config(spec, step.kwargs)
-        if config is None:
-            raise KtoptError(
-                f"{blame(plan, step)}: {step.path}: " + "; ".join(p.message for p in problems if p.kind not in ("ignored", "idle"))
-            )
-        reason = spec.refuses(module, config)
-        if not spec.fits(module):
-            reason = f"it fits {', '.join(spec.roles)}, and this is {module.role} ({module.cls.simple_name})"
-        if reason:
-            raise KtoptError(f"{blame(plan, step)}: {step.path}: {spec.name} can't take it: {reason}")
+        reason = spec.refuses(module, config) if spec.fits(module) else f"it is {module.role}"
+        if reason:  # a plan that was compiled with errors, and forced
+            raise KtoptError(f"{plan.blame(step)}: {step.path}: {step.operator} can't take it: {reason}")
         if not spec.implementation:
             continue
         device, dtype = torch.device(step.generate_device), getattr(torch, step.dtype)
@@ -195,7 +158,7 @@ def _needs(plan: Plan, graph: ModuleGraph, root: nn.Module, tensors: Any) -> dic
                 if shape != tuple(tensor.shape):
                     raise WeightError(f"{name} has shape {list(shape)} in the file, {list(tensor.shape)} in the model")
             except WeightError as error:
-                problems.append(f"{error} (wanted by {blame(plan, step)})")
+                problems.append(f"{error} (wanted by {plan.blame(step)})")
                 continue
             dtype = _dtype(tensor, step, fp32.search(name) if fp32 else None)
             needs[name] = Need(name, shape, dtype, tensor.numel * ITEM_BYTES[dtype], step, read_as, tie)

@@ -34,10 +34,10 @@ FIRST_STAND_IN = 100
 def dry_run(plan: Plan) -> None:
     """Run the plan's model on fake tensors; KtoptError names the module where tensors of two devices meet. It is for models of few
     layers: time goes with their number, memory doesn't."""
-    plan, stands_for = _with_stand_ins(plan)
+    here, stands_for = _with_stand_ins(plan)
     root = build_model(plan)
     tensors = _NoValues(root)
-    application = Application(prepare(plan, root, tensors), tensors)
+    application = Application(prepare(plan, root, tensors, here), tensors)
     application.swap()
     with FakeTensorMode(allow_non_fake_inputs=True), _indexing():
         model = application.load()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ktopt.applying.buffers import initialise_buffers
-from ktopt.applying.checks import Prepared, blame
+from ktopt.applying.checks import Prepared
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import Loads
 from ktopt.plan import Step
@@ -113,7 +113,7 @@ class TensorFeed:
     def where(self) -> str:
         """The rule behind the tensor being read, for a message."""
         need = self._needs.get(self.current)
-        return blame(self._prepared.plan, need.step) if need else self._prepared.plan.rule_file
+        return self._prepared.plan.blame(need.step) if need else self._prepared.plan.rule_file
 
     def _source_name(self, name: str) -> str:
         need = self._needs.get(name)

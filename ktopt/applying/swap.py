@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ktopt.applying.checks import Prepared, Replacement, blame
+from ktopt.applying.checks import Prepared, Replacement
 from ktopt.diagnostics import KtoptError
 
 
@@ -38,7 +38,7 @@ class Swap:
 
     def _build(self, replacement: Replacement, original: nn.Module) -> nn.Module:
         context = replacement.context
-        where = f"{blame(self._prepared.plan, context.step)}: {replacement.path}: {context.step.operator}"
+        where = f"{self._prepared.plan.blame(context.step)}: {replacement.path}: {context.step.operator}"
         try:
             with torch.device("meta"):
                 built = replacement.implementation.build(original, context)

@@ -6,7 +6,7 @@ import argparse
 
 from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, weights_argument
 from ktopt.cli.plan import ask_for_hardware, show_findings
-from ktopt.cli.terminal import size
+from ktopt.cli.terminal import Progress, size
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.plan import Plan
@@ -17,21 +17,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_target(parser)
     parser.add_argument("--out", "-o", metavar="DIR", required=True, help="folder to write; an earlier one of ktopt's is replaced")
+    parser.add_argument(
+        "--for-another-machine", action="store_true", help="write it although this machine lacks devices that the plan uses"
+    )
     parser.add_argument("--copy", action="store_true", help="put the weights into the folder; otherwise it refers to them")
-    parser.add_argument("--force", action="store_true", help="go on although the plan holds errors")
+    parser.add_argument("--force", action="store_true", help="go on although the plan holds errors, or other versions made it")
 
 
 def run(args: argparse.Namespace) -> int:
     weights = weights_argument(args)
     plan = plan_to_apply(args)
-    from ktopt.applying.checks import check_errors
+    from ktopt.applying.checks import check_devices, check_errors
     from ktopt.folder import save_folder
     from ktopt.weights.tokenizer import find_tokenizer
 
     check_errors(plan, args.force)
-    out = save_folder(
-        plan, args.out, weights, copy_weights=args.copy, tokenizer=find_tokenizer((weights, args.model, plan.model.source))
-    )
+    if not args.for_another_machine:
+        check_devices(plan, ", or write the folder for the machine that has them with --for-another-machine")
+    tokenizer = find_tokenizer((weights, args.model, plan.model.source))
+    with Progress("copying") as progress:
+        out = save_folder(plan, args.out, weights, copy_weights=args.copy, tokenizer=tokenizer, progress=progress)
     what = "with its weights" if args.copy else f"with references to {weights}"
     print(f"wrote {out} {what}: {size(plan.weight_bytes)} when loaded, on {', '.join(plan.devices)}")
     print(f'load it with: import ktopt; AutoModelForCausalLM.from_pretrained("{args.out}")')
@@ -41,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
 def plan_to_apply(args: argparse.Namespace) -> Plan:
     """The plan of a plan file, or of a rule file and a model; findings go to stderr. KtoptError where there is none."""
     if args.rules.endswith(".json"):
-        from ktopt.plan_json import load_plan
+        from ktopt.plan_check import open_plan
 
         _no_plan_options(args)
-        return load_plan(args.rules)
+        return open_plan(args.rules, args.force)
     compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
     show_findings(compilation)
     if compilation.plan is None:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument
+from ktopt.cli.options import add_force, add_model, add_target, compile_options, model_argument, rules_argument
 from ktopt.cli.terminal import style_of
 from ktopt.plan import Plan
 from ktopt.render.style import printable
@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", metavar="B", help="a plan.json, or a rule file")
     add_model(parser)
     add_target(parser)
+    add_force(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
@@ -36,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(name: str, args: argparse.Namespace) -> Plan:
     if name.endswith(".json"):
-        from ktopt.plan_json import load_plan
+        from ktopt.plan_check import open_plan
 
-        return load_plan(name)
+        return open_plan(name, args.force)
     from ktopt.compiler import compile
 
     return compile(rules_argument(name), model_argument(args), **compile_options(args))

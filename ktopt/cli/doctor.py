@@ -1,4 +1,7 @@
-"""`ktopt doctor`: what this machine has that ktopt can use, from package metadata and /proc; torch is not imported."""
+"""`ktopt doctor`: what this machine has that ktopt can use, from package metadata and /proc; torch is not imported.
+
+`ktopt doctor DIR` checks a folder that `ktopt apply` wrote instead: its plan, and every byte of its weights.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import platform
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from ktopt import __version__
@@ -21,16 +25,33 @@ FLASHINFER_SM = 75
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="check this folder of ktopt apply fully, and not the machine")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.folder is not None:
+        return check_folder(Path(args.folder), args.json)
     facts = gather()
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
         print(_text(facts))
     return 1 if facts["missing"] or any(p["error"] for p in facts["operator_plugins"]) else 0
+
+
+def check_folder(folder: Path, as_json: bool) -> int:
+    """Check a folder's plan and all bytes of its weights; KtoptError names the file that isn't what it was."""
+    from ktopt.folder import verify_folder
+
+    passed = []
+    for name in verify_folder(folder):
+        passed.append(name)
+        if not as_json:
+            print(f"ok  {name}", flush=True)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "passed": passed}, indent=2))
+    return 0
 
 
 def gather() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.options import add_force, add_model, add_target, compile_options, model_argument, rules_argument, write_text
 from ktopt.cli.plan import show_findings
 from ktopt.cli.terminal import size
 from ktopt.compiler import run_stages
@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", metavar="RULES", help="a rule file, or a plan.json")
     add_model(parser)
     add_target(parser)
+    add_force(parser)
     parser.add_argument("--format", choices=("dot", "json", "svg", "html"), default="dot", help="svg and html: not in this version")
     parser.add_argument("--output", "-o", metavar="FILE", default="-", help="where to write it (default: standard output)")
 
@@ -39,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan | None:
     if args.rules.endswith(".json"):
-        from ktopt.plan_json import load_plan
+        from ktopt.plan_check import open_plan
 
-        return load_plan(args.rules)
+        return open_plan(args.rules, args.force)
     compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
     show_findings(compilation)
     return compilation.plan

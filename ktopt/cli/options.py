@@ -10,6 +10,7 @@ from typing import Any
 
 from ktopt.diagnostics import UsageError
 from ktopt.parse import read_source
+from ktopt.placement import DTYPES
 from ktopt.source import SourceFile
 
 
@@ -29,6 +30,11 @@ def add_model(parser: argparse.ArgumentParser, *, weights: bool = True, several:
         )
 
 
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """--force of commands that only read a plan."""
+    parser.add_argument("--force", action="store_true", help="take a plan.json although other versions made it")
+
+
 def add_target(parser: argparse.ArgumentParser) -> None:
     """The machine and how the plan is laid on it."""
     group = parser.add_argument_group("machine")
@@ -40,9 +46,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", metavar="D", help="where modules go that nothing places (default: cuda:0 for list files, else cpu)"
     )
-    group.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="what weights are held in (default: the model's)"
-    )
+    group.add_argument("--dtype", choices=DTYPES, help="what weights are held in (default: the model's)")
     group.add_argument(
         "--remap", metavar="FROM=TO", action="append", default=[], help="put TO in FROM's place, such as cuda=cpu; repeatable"
     )

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ktopt.cli.findings import at_least, count, print_report
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.options import add_force, add_model, add_target, compile_options, model_argument, rules_argument, write_text
 from ktopt.cli.terminal import columns, style_of
 from ktopt.compiler import Compilation, run_stages
 from ktopt.diagnostics import KtoptError, Severity, UsageError
@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_target(parser)
+    add_force(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON, for ktopt apply and ktopt diff")
     parser.add_argument("--lock", action="store_true", help="write RULES.lock.json, which ktopt check --locked compares with")
@@ -50,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_file(args: argparse.Namespace) -> int:
     """Show a plan that was written earlier, and the errors that it holds."""
-    from ktopt.plan_json import load_plan
+    from ktopt.plan_check import open_plan
 
-    plan = load_plan(args.rules)
+    plan = open_plan(args.rules, args.force)
     show(plan, args)
     for error in plan.errors:
         print(error, file=sys.stderr)

@@ -17,7 +17,8 @@ from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.folder import PLAN_FILE
 from ktopt.plan import Plan
-from ktopt.plan_json import load_plan
+from ktopt.plan_check import open_plan
+from ktopt.weights.tokenizer import stop_tokens
 
 PROMPT_LIMIT_CHARACTERS = 4 << 20
 
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=int, help="make sampling repeatable")
     parser.add_argument("--show-plan", action="store_true", help="print the plan's table first")
     parser.add_argument("--quiet", "-q", action="store_true", help="print the answer alone")
-    parser.add_argument("--force", action="store_true", help="go on although the plan holds errors")
+    parser.add_argument("--force", action="store_true", help="go on although the plan holds errors, or other versions made it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if args.prompt == "-" else args.prompt
     folder = Path(args.rules).is_dir()
     weights = None if folder else weights_argument(args)
-    plan = load_plan(Path(args.rules) / PLAN_FILE) if folder else plan_to_apply(args)
+    plan = open_plan(Path(args.rules) / PLAN_FILE, args.force) if folder else plan_to_apply(args)
     if args.show_plan:
         print(plan_table(plan, columns(sys.stdout), style_of(sys.stdout)), flush=True)
     _quiet_transformers()
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         torch.manual_seed(args.seed)
-    options["eos_token_id"] = stop_tokens(model, tokenizer)
+    options["eos_token_id"] = stop_tokens(model.generation_config.eos_token_id, tokenizer)
     stream = generate_stream(
         model, tokenizer, prompt_of(args, text, tokenizer), args.max_tokens, baseline_bytes=baseline, **options
     )
@@ -79,7 +80,7 @@ def _load(args: argparse.Namespace, plan: Plan, weights: str | None, progress: P
     from ktopt.api import load_model
 
     if weights is None:
-        return load_model(args.rules, progress=progress)
+        return load_model(args.rules, force=args.force, progress=progress)
     return load_model(args.model or weights, plan, weights, force=args.force, progress=progress)
 
 
@@ -94,13 +95,6 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     if args.greedy or args.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": args.temperature} if args.temperature else {}
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> list[int] | None:
-    """Tokens that end the answer: the model's own, and the tokenizer's, which knows a chat's end where the config doesn't."""
-    own = model.generation_config.eos_token_id
-    ends = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
-    return list(dict.fromkeys(token for token in ends if token is not None)) or None
 
 
 def prompt_of(args: argparse.Namespace, text: str, tokenizer: Any) -> str | list[dict[str, str]]:

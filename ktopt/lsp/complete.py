@@ -20,7 +20,7 @@ from ktopt.lsp.operator_text import is_device, op_page, operator_page, option_fi
 from ktopt.lsp.place import names_operator, names_selector, operator_of
 from ktopt.lsp.text import Text
 from ktopt.models.shipped import known_models
-from ktopt.validate import DTYPES
+from ktopt.placement import DTYPES
 from ktopt.validate import keys as rule_keys
 
 MOST_FILES = 100

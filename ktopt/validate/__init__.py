@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import Related, Report
+from ktopt.placement import DTYPES
 from ktopt.ruleset import Place, Rule, RuleSet
 from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Sequence, Span
 from ktopt.validate import keys
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ktopt.selector import Selector
 
 MAX_RULES = 2000
-DTYPES = ("float32", "bfloat16", "float16")
 LIST_DEVICE, NATIVE_DEVICE = "cuda:0", "cpu"
 _LET = re.compile(r"[A-Za-z_]\w*")
 

@@ -51,3 +51,10 @@ def find_tokenizer(places: Iterable[Any]) -> PreTrainedTokenizerBase | None:
 
             return tokenizer_from_gguf(gguf)
     return None
+
+
+def stop_tokens(own: int | list[int] | None, tokenizer: Any) -> list[int] | None:
+    """Tokens that end an answer: `own`, which is the eos_token_id of a generation config, and the tokenizer's, which knows a chat's
+    end where the config doesn't. None where neither says any."""
+    ends = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
+    return list(dict.fromkeys(token for token in ends if token is not None)) or None
