@@ -1,6 +1,8 @@
 """The language server's reading of texts: columns in UTF-16, edits, and where a cursor stands in a file that doesn't parse."""
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("pygls", reason="the language server needs pygls")
 
 from lsprotocol import types
 
+from ktopt.checking.settings import read_settings
 from ktopt.lsp.analysis import looks_like_rules, may_become_rules
 from ktopt.lsp.complete import Around, Choice, complete
 from ktopt.lsp.cursor import Cursor, cursor_at
@@ -176,7 +179,8 @@ def test_no_text_is_too_odd_for_a_cursor(text: str, data: st.DataObject) -> None
     offset = data.draw(st.integers(0, len(text)))
     found = cursor_at(Text(text), offset)
     if found is not None:
-        assert found.start <= offset
+        assert found.start <= offset <= found.end
+        assert not {"\n", "\r"} & set(text[found.start : found.end])
         assert text[found.start : offset].startswith(found.typed)
     complete(Text(text), offset, Around({}, {}, Path("/nonexistent")))
 
@@ -297,3 +301,21 @@ def test_editor_settings_that_cannot_be_meant_are_a_problem_of_each_file(value: 
 def test_a_broken_pyproject_is_a_problem_of_each_file(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[tool.ktopt]\nmodles = []\n")
     assert "no key modles" in wanted(Project(tmp_path), tmp_path)[1][0]
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "editors.md"
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of docs/editors.md in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_settings_that_the_docs_show_are_what_they_say() -> None:
+    (table,) = [tomllib.loads(text)["tool"]["ktopt"] for text in blocks("toml") if "tool.ktopt" in text]
+    assert read_settings(table, Path("pyproject.toml")).models == ("deepseek-v3", "models/ours/config.json")
+    server, schemas = [json.loads(text) for text in blocks("json")]
+    assert (server["glspc.server.command"], *server["glspc.server.commandArguments"]) == ("ktopt", "lsp")
+    assert list(schemas["yaml.schemas"].values()) == [["rules/**/*.yaml"]]
+    (modeline,) = [text for text in blocks("yaml") if "model=" in text]
+    assert wanted(Project(), Path("/nonexistent"), modeline)[0] == ("deepseek-v3", "kimi-k2")

@@ -112,7 +112,15 @@ def unquoted(value: str) -> str:
 
 
 def cursor_at(text: Text, offset: int) -> Cursor | None:
-    """The cursor at an offset; None in a comment, or behind a value's closing quote."""
+    """The cursor at an offset; None in a comment, behind a token, or in one that takes several lines."""
+    found = _cursor_at(text, offset)
+    if found is None or not found.start <= offset <= found.end:
+        return None
+    number = text.position(offset).line
+    return found if text.line_starts[number] <= found.start and found.end <= text.line_end(number) else None
+
+
+def _cursor_at(text: Text, offset: int) -> Cursor | None:
     number = text.position(offset).line
     column = offset - text.line_starts[number]
     line = text.line(number)

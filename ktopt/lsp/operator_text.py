@@ -53,8 +53,9 @@ def option_page(spec: OperatorSpec, name: str) -> str:
     field = option_field(spec, name)
     assert field is not None
     text = dict(_options(spec))[field.name]
-    values = ", ".join(f"`{value}`" for value in option_values(spec, name))
-    return f"**{field.name}** of {spec.name}\n\n{text}" + (f"\n\nOne of {values}" if values else "")
+    values = [value for value in option_values(spec, name) if value != "null"]
+    listed = ", ".join(f"`{value}`" for value in values)
+    return f"**{field.name}** of {spec.name}\n\n{text}" + (f"\n\nOne of {listed}" if listed else "")
 
 
 def option_type(spec: OperatorSpec, name: str) -> str:
