@@ -190,10 +190,8 @@ def _failing(part: Expression, selector: Selector, module: Module, matches: Matc
     """The smallest parts of a selector that keep a module out."""
 
     def holds(part: Expression) -> bool:
-        return bool(
-            replace(selector, root=part).evaluate(matches.graph, matches.around.hardware, matches.around.storage) >> module.index
-            & 1
-        )
+        around = matches.around
+        return bool(replace(selector, root=part).evaluate(matches.graph, around.hardware, around.storage) >> module.index & 1)
 
     match part:
         case Ref():

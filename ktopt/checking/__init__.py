@@ -19,7 +19,7 @@ from ktopt.source import SourceFile
 if TYPE_CHECKING:
     from ktopt.suppress import Suppressions
 
-TREE = {f"KT{n}" for n in (301, 302, 303, 305, 306, 307, 309, 407, 502, 503, 505, 601, 602, 603)}
+TREE = {f"KT{n}" for n in (301, 302, 303, 305, 306, 307, 309, 311, 312, 407, 502, 503, 505, 601, 602, 603)}
 """Codes that are found on a model's tree; the others need the text only, or the plan as well."""
 PLANNED = {"KT501", "KT504"}
 """Codes that the machine decides, once there is a plan. A misspelt device is found without."""

@@ -1,8 +1,8 @@
 """The match stage: which rule decides each module.
 
 The tree is walked from the root, a parent before what is below it (walk.py). Each of a module's paths is won by the first rule, in
-the file's order, that takes it; a winner with `recursive: false` closes the module's subtree to every rule. Where a module has alias
-paths, the rules that won those decide, unless its own path was won by an earlier rule.
+the file's order, that takes it; a winner with `recursive: false` closes the module's subtree to every rule. Where a module has
+alias paths, the rules that won those decide, unless its own path was won by an earlier rule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def match_in(ruleset: RuleSet, graph: ModuleGraph, around: Surroundings, report:
     walk = Walk(ruleset.rules, graph, ready, places, report)
     decisions = walk.run()
     failed = {rule.index for rule in ruleset.rules if active[rule.index] is not False} - {c.rule for c in ready} | walk.failed
-    return Matches(ruleset, graph, decisions, active, around, failed)
+    return Matches(ruleset, graph, decisions, active, around, failed, places)
 
 
 def _is_active(rule: Rule, graph: ModuleGraph, around: Surroundings, report: Report) -> bool | None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ktopt.clauses import modules_taken
 from ktopt.graph import Module, ModuleGraph
+from ktopt.match.places import Placed
 from ktopt.pattern import PatternError, PatternTimeout
 from ktopt.placement import Hardware
 from ktopt.ruleset import NameClass, Rule, RuleSet
@@ -45,6 +46,7 @@ class Matches:
     active      whether each rule applies on this hardware; None where that isn't known, and the rule is then treated as active
     around      what is known of the machine and of the weights
     failed      rules whose pattern took too long, which take nothing; it grows as more is asked
+    placed      what `place:` says; None where the file has none
     """
 
     ruleset: RuleSet
@@ -53,6 +55,7 @@ class Matches:
     active: tuple[bool | None, ...]
     around: Surroundings = NOTHING
     failed: set[int] = field(default_factory=set, repr=False)
+    placed: Placed | None = None
     _takes: dict[int, int] = field(default_factory=dict, repr=False)
     _won: dict[int, int] = field(default_factory=dict, repr=False)
     _holds: dict[int, int] = field(default_factory=dict, repr=False)

@@ -19,10 +19,12 @@ from ktopt.treeindex import index_of, members
 @dataclass(frozen=True, slots=True)
 class Placed:
     """devices  each module's device, None where no line takes it
-    also     further devices of modules whose older paths lie on several, by module index"""
+    also     further devices of modules whose older paths lie on several, by module index
+    takes    what each line selects, whatever the others do: a set of places; None where its pattern failed"""
 
     devices: list[str | None]
     also: dict[int, tuple[str, ...]]
+    takes: list[int | None]
 
 
 def place_modules(ruleset: RuleSet, graph: ModuleGraph, around: Surroundings, report: Report) -> Placed | None:
@@ -32,19 +34,22 @@ def place_modules(ruleset: RuleSet, graph: ModuleGraph, around: Surroundings, re
     index = index_of(graph)
     devices: list[str | None] = [None] * index.places
     left = index.everywhere
+    takes: list[int | None] = []
     for place in ruleset.places:
         try:
-            taken = place.selector.evaluate_places(index, graph.config, around) & left
+            taken = place.selector.evaluate_places(index, graph.config, around)
         except (PatternError, PatternTimeout) as error:
             report.error("KT304", f"place {place.device}: {error}", place.origin)
+            takes.append(None)
             continue
-        left &= ~taken
-        for at in members(taken):
+        takes.append(taken)
+        for at in members(taken & left):
             devices[at] = place.device
-    return _of_modules(ruleset, graph, devices)
+        left &= ~taken
+    return _of_modules(ruleset, graph, devices, takes)
 
 
-def _of_modules(ruleset: RuleSet, graph: ModuleGraph, devices: list[str | None]) -> Placed:
+def _of_modules(ruleset: RuleSet, graph: ModuleGraph, devices: list[str | None], takes: list[int | None]) -> Placed:
     """Devices of places to devices of modules: of a module's paths, those that the first line took come first."""
     index = index_of(graph)
     order = {place.device: i for i, place in reversed(list(enumerate(ruleset.places)))}
@@ -61,4 +66,4 @@ def _of_modules(ruleset: RuleSet, graph: ModuleGraph, devices: list[str | None])
             devices[module] = ranked[0]
             if len(ranked) > 1:
                 also[module] = tuple(ranked[1:])
-    return Placed(devices[: index.size], also)
+    return Placed(devices[: index.size], also, takes)

@@ -36,7 +36,7 @@ def check_layers(matches: Matches, report: Report) -> None:
                 _check_open_number(rule, rule.match.name, matches, report)
                 _check_beyond(rule, rule.match.name, matches, report)
         else:
-            _check_selected_beyond(rule, rule.match.layers_written, matches.graph, report)
+            report_beyond(f"rule {rule.number}", rule.match.layers_written, _origin(rule), matches.graph, report)
     _check_gaps(matches, report)
 
 
@@ -86,22 +86,17 @@ def _check_beyond(rule: Rule, name: str, matches: Matches, report: Report) -> No
     written = {int(n) for part in _NUMBER.finditer(name) for n in _LITERAL_NUMBER.findall(part[1]) if len(n) < 6}
     candidates = {n for n in written if n >= count}
     beyond = candidates.intersection(layers_beyond(name, matches.graph)) if candidates else set()
-    if beyond:
-        _report_beyond(rule, beyond, matches.graph, report)
+    report_beyond(f"rule {rule.number}", beyond, _origin(rule), matches.graph, report)
 
 
-def _check_selected_beyond(rule: Rule, written: Iterable[int], graph: ModuleGraph, report: Report) -> None:
+def report_beyond(who: str, written: Iterable[int], origin: Origin, graph: ModuleGraph, report: Report) -> None:
+    """KT306 for those of the layer numbers written that the model doesn't reach."""
     beyond = {n for n in written if n >= graph.layer_count}
-    if beyond:
-        _report_beyond(rule, beyond, graph, report)
-
-
-def _report_beyond(rule: Rule, beyond: set[int], graph: ModuleGraph, report: Report) -> None:
+    if not beyond or not graph.layer_count:
+        return
     last = graph.layer_count - 1
-    message = f"rule {rule.number} names layer {in_words(beyond)}, and {graph.name or 'this model'} has layers 0-{last}"
-    report.error(
-        "KT306", message, _origin(rule), help=f"the last layer is {last}; a native file can leave the end open, as in 30.."
-    )
+    message = f"{who} names layer {in_words(beyond)}, and {graph.name or 'this model'} has layers 0-{last}"
+    report.error("KT306", message, origin, help=f"the last layer is {last}; a native file can leave the end open, as in 30..")
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,10 @@ def _needs_padding(gap: _Gap, found: list[Family]) -> tuple[str, set[int]] | Non
     example = next(iter(found[0].by_layer.values()))
 
     def takes(digits: str) -> bool:
-        return pattern.search(f"{example.path}.".replace(f"layers.{example.layer}.", f"layers.{digits}.", 1)[:-1])
+        try:
+            return pattern.search(f"{example.path}.".replace(f"layers.{example.layer}.", f"layers.{digits}.", 1)[:-1])
+        except PatternTimeout:
+            return False
 
     padded = {layer for layer in gap.uncovered if takes(f"0{layer}")}
     if not padded:

@@ -14,6 +14,7 @@ from ktopt.pattern.check import literal_backslash
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import in_words
+from ktopt.selector import Selector
 from ktopt.source import Origin
 from ktopt.treeindex import index_of, is_a, members
 
@@ -40,9 +41,14 @@ def explain_nothing(rule: Rule, matches: Matches) -> Finding:
         return _by_name_and_class(rule, rule.match, matches.graph)
     selector = rule.match
     message = f"rule {rule.number} matches nothing: no module is in `{selector.text}`"
-    hints = [_near_class(c, matches.graph) for c in selector.classes_written if not _of_class(c, matches.graph)]
-    hints += [_near_segment(s, matches.graph) for s in selector.segments_written if s not in segments(matches.graph)]
-    return Finding("KT301", message, rule.match_origin, "; ".join(h for h in hints if h) or None)
+    return Finding("KT301", message, rule.match_origin, near_names(selector, matches.graph))
+
+
+def near_names(selector: Selector, graph: ModuleGraph) -> str | None:
+    """What is nearest to names in a selector that the tree doesn't have."""
+    hints = [_near_class(c, graph) for c in selector.classes_written if not _of_class(c, graph)]
+    hints += [_near_segment(s, graph) for s in selector.segments_written if s not in segments(graph)]
+    return "; ".join(h for h in hints if h) or None
 
 
 def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Finding:

@@ -1,0 +1,40 @@
+"""Whether a file's `architectures:` name the model that it is checked on."""
+
+from __future__ import annotations
+
+import re
+
+from ktopt.diagnostics import Report
+from ktopt.graph import ModuleGraph
+from ktopt.match import Matches
+from ktopt.models import runs_as
+from ktopt.source import FILE_START, Origin
+from ktopt.treeindex import class_names
+
+_TASK = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def check_architectures(matches: Matches, report: Report) -> None:
+    """KT311. A model whose architecture isn't known, such as a bare nn.Module, is not judged."""
+    ruleset, graph = matches.ruleset, matches.graph
+    if not ruleset.architectures or not graph.architectures or known_as(graph) & set(map(_plain, ruleset.architectures)):
+        return
+    own = ", ".join(graph.architectures)
+    message = f"the file is for {', '.join(ruleset.architectures)}, and {graph.name or 'this model'} is a {own}"
+    origin = ruleset.architectures_origin or Origin(ruleset.path, FILE_START)
+    report.error("KT311", message, origin, help=f"add {graph.architectures[0]}, if the rules are meant for it too")
+
+
+def known_as(graph: ModuleGraph) -> set[str]:
+    """What `architectures` may call a model: its classes, today's and KTransformers', or its model_type."""
+    root = graph.modules[0]
+    classes = (name.rpartition(".")[2] for name in class_names(root.cls, root.alias_classes))
+    models = (graph.model_type, str(graph.config.get("model_type", "")))
+    return {_plain(name) for name in (*graph.architectures, *classes, *models) if name}
+
+
+def _plain(name: str) -> str:
+    """A model_type or a class's name without its task and spelling: that of the model_type whose code runs it."""
+    words = _WORD.sub("_", _TASK.sub("", name)).lower()
+    return runs_as(words).replace("_", "")
