@@ -22,6 +22,11 @@ class Change:
     after: Any
     paths: tuple[str, ...]
 
+    def lines(self, paths: Iterable[str] | None = None) -> list[str]:
+        """The change in words, a line for each group of paths that fold to one; of all its modules, or of these."""
+        groups = fold(self.paths if paths is None else paths)
+        return [f"{group}: {self.field} {_show(self.before)} -> {_show(self.after)}" for group in groups]
+
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
@@ -40,9 +45,7 @@ class PlanDiff:
     def render(self) -> str:
         """The difference as lines for a terminal; "" when there is none."""
         lines = [f"- {group}" for group in fold(self.only_a)] + [f"+ {group}" for group in fold(self.only_b)]
-        for change in self.changes:
-            for group in fold(change.paths):
-                lines.append(f"~ {group}: {change.field} {_show(change.before)} -> {_show(change.after)}")
+        lines += [f"~ {line}" for change in self.changes for line in change.lines()]
         lines.extend(self.transfers)
         if lines:
             lines.extend(f"  {device}: {a / 1e6:,.1f} MB -> {b / 1e6:,.1f} MB" for device, a, b in self.devices if a != b)

@@ -197,7 +197,8 @@ class TestCheck:
         assert cli("check", rules, "--locked").code == 2
         result = cli("check", rules, *MODEL, "--locked")
         assert result.code == 1
-        assert "--lock" in result.err
+        assert "rules.yaml:1:1: KT604 error: there is no lock file rules.yaml.lock.json" in result.out
+        assert "--lock` locks the plan as it is now" in result.out
 
     def test_locked_fails_when_the_plan_has_changed_and_names_what_did(self, cli: Cli, rules: Path) -> None:
         assert cli("plan", rules, *MODEL, "--lock").code == 0
@@ -207,7 +208,30 @@ class TestCheck:
         rules.write_text(RULES.replace("(gate|up|down)", "(gate|up)"))
         result = cli("check", rules, *MODEL, "--locked")
         assert result.code == 1
-        assert "model.layers.{0..29}.mlp.down_proj: operator KTransformersLinear -> default" in result.err
+        assert "model.layers.{0..29}.mlp.down_proj: operator KTransformersLinear -> default" in result.out
+        assert "No problems" not in result.out
+
+    def test_what_differs_from_the_lock_stands_at_the_deciding_rule_in_every_format(self, cli: Cli, rules: Path) -> None:
+        assert cli("plan", rules, *MODEL, "--lock").code == 0
+        text = RULES.replace("KLinearTorch", "KLinearCPUInfer")
+        assert text != RULES
+        rules.write_text(text)
+        (found,) = json.loads(cli("check", rules, *MODEL, "--locked", "--format", "json", "--select", "KT6").out)
+        assert (found["code"], found["severity"], found["file"]) == ("KT604", "error", str(rules))
+        line = text.splitlines()[found["span"]["start"]["line"] - 1]
+        assert "KTransformersLinear" in line
+        assert "generate_op KLinearTorch -> KLinearCPUInfer" in found["message"]
+        for style in ("concise", "github", "sarif", "junit", "jsonl"):
+            result = cli("check", rules, *MODEL, "--locked", "--format", style)
+            assert result.code == 1
+            assert "KT604" in result.out
+        assert cli("check", rules, *MODEL, "--format", "concise").code == 0
+
+    def test_a_damaged_lock_is_a_finding(self, cli: Cli, rules: Path) -> None:
+        Path(f"{rules}.lock.json").write_text("{")
+        result = cli("check", rules, *MODEL, "--locked")
+        assert result.code == 1
+        assert "KT604 error: the lock file can't be read" in result.out
 
 
 class TestPlan:

@@ -13,8 +13,8 @@ from ktopt.codes import CODES, page, render_codes
 PACKAGE = Path(__file__).resolve().parents[1] / "ktopt"
 PINNED = {
     "KT301", "KT302", "KT303", "KT304", "KT305", "KT306", "KT307", "KT308", "KT309", "KT401", "KT402", "KT403", "KT404", "KT405",
-    "KT406", "KT407", "KT408", "KT409", "KT410", "KT501", "KT502", "KT503", "KT504", "KT505", "KT601", "KT602", "KT603", "KT701",
-    "KT209", "KT311", "KT312", "KT702", "KT703",
+    "KT406", "KT407", "KT408", "KT409", "KT410", "KT501", "KT502", "KT503", "KT504", "KT505", "KT601", "KT602", "KT603", "KT604",
+    "KT209", "KT311", "KT312", "KT701", "KT702", "KT703",
 }  # fmt: skip
 
 

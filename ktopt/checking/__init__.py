@@ -36,12 +36,14 @@ class Target:
     options  further keyword arguments of run_stages
     codes    which codes are reported
     fail_on  the severity from which a finding fails the run; None for never
+    locked   whether the plan is compared with the file's lock
     """
 
     models: tuple[tuple[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     codes: CodeFilter = ALL_CODES
     fail_on: Severity | None = Severity.ERROR
+    locked: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def check_file(source: SourceFile, target: Target, *, is_imported: bool = False)
         sources |= compilation.document.sources
     comments = _comments(sources, compilations)
     found = {
-        name: [d for d in c.report.sorted() if not (d.file in comments and comments[d.file].silences(d))]
+        name: [d for d in (*c.report.sorted(), *_lock(c, target)) if not (d.file in comments and comments[d.file].silences(d))]
         for name, c in compilations.items()
     }
     about = _about_comments(source, comments, compilations, target, is_imported)
@@ -136,7 +138,18 @@ def _was_sought(code: str, compilations: Iterable[Compilation], target: Target) 
         return all(c.matches is not None for c in compilations)
     if code in PLANNED:
         return target.options.get("hardware") is not None and all(c.plan is not None for c in compilations)
+    if code == "KT604":
+        return target.locked and all(c.plan is not None for c in compilations)
     return not code.startswith("KT7")
+
+
+def _lock(compilation: Compilation, target: Target) -> list[Diagnostic]:
+    """What differs from the file's lock, where that is asked for and there is a plan."""
+    if not target.locked or compilation.plan is None or compilation.ruleset is None:
+        return []
+    from ktopt.locking import check_lock
+
+    return check_lock(compilation.ruleset, compilation.plan)
 
 
 def _skipped(compilation: Compilation, target: Target) -> dict[str, str]:

@@ -98,7 +98,7 @@ def ask_for_hardware(compilation: Compilation) -> None:
 def _write_lock(rules: str, plan: Plan) -> None:
     if rules == "-":
         raise UsageError("--lock writes beside the rule file, and standard input has no place")
-    from ktopt.cli.lock import lock_path
+    from ktopt.locking import lock_path
     from ktopt.plan_json import dump_lock
 
     path = lock_path(rules)
