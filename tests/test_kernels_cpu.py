@@ -19,6 +19,7 @@ import pytest
 import torch
 from quantized import SCALES, block_elements, dequantized, random_blocks
 
+from ktopt.cli import main
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.kernels import cpu
 
@@ -262,3 +263,13 @@ def test_the_environment_forces_an_instruction_set() -> None:
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
     with pytest.raises(UsageError, match="this CPU can't run avx1024; it runs"):
         cpu.use_isa("avx1024")
+
+
+def test_doctor_names_the_instruction_set_or_what_is_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["doctor"])
+    assert f"cpu kernels   {cpu.isas()[0]}" in capsys.readouterr().out
+    monkeypatch.setattr(cpu, "available", lambda: (False, "the CPU kernels were not built"))
+    main(["doctor"])
+    assert "the CPU kernels were not built; until then KLinearCPUInfer computes by torch" in capsys.readouterr().out

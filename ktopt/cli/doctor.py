@@ -69,11 +69,21 @@ def gather() -> dict[str, Any]:
             "cores": machine.cores,
             "features": [f for f in USEFUL_FEATURES if f in machine.cpu_features],
         },
+        "cpu_kernels": cpu_kernels(),
         "ram_bytes": machine.ram_bytes,
         "gpus": [{"name": d.name, "model": d.model, "memory_bytes": d.memory_bytes, "sm": d.sm} for d in machine.devices],
         "flashinfer": flashinfer(installed("flashinfer-python") or None, machine),
         "operator_plugins": plugins(),
     }
+
+
+def cpu_kernels() -> dict[str, Any]:
+    """The instruction set that the CPU kernels run on here, or why they can't be used and what that costs."""
+    from ktopt.kernels import cpu
+
+    usable, why = cpu.available()
+    lost = "" if usable else f"{why}; until then KLinearCPUInfer computes by torch on dequantised weights: slower, and larger"
+    return {"isa": cpu.isa() if usable else None, "usable": usable, "why_not": lost}
 
 
 def flashinfer(installed: str | None, machine: Hardware) -> dict[str, Any]:
@@ -116,6 +126,8 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append(
         row("cpu", f"{cpu['model'] or 'unknown'}, {cpu['cores']} cores; {' '.join(cpu['features']) or 'no known features'}")
     )
+    kernels = facts["cpu_kernels"]
+    lines.append(row("cpu kernels", kernels["isa"] if kernels["usable"] else kernels["why_not"], kernels["usable"]))
     lines.append(row("ram", size(facts["ram_bytes"]) if facts["ram_bytes"] else "unknown"))
     for gpu in facts["gpus"]:
         sm = f", compute capability {gpu['sm'] / 10}" if gpu["sm"] else ""
