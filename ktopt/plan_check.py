@@ -118,7 +118,7 @@ class _StepCheck:
         self.plan, self.graph = plan, graph
         self._configs: dict[str, tuple[OperatorSpec | None, OperatorConfig | None, str]] = {}
         self._bytes: dict[tuple[Any, ...], set[int]] = {}
-        self._tied = bool(graph.config.get("tie_word_embeddings"))
+        self._tied = bool(graph.tied)
 
     def config(self, step: Step) -> tuple[OperatorSpec | None, OperatorConfig | None, str]:
         """A row's operator and config, or what is wrong with them."""
@@ -166,7 +166,7 @@ class _StepCheck:
     def bytes(self, step: Step, module: Module) -> Iterator[str]:
         """Whether the bytes are the footprint. Tensors that keep their own dtype may have been counted in another model's: a model
         in hand and one built from its config need not agree in those."""
-        owner = self.plan.by_path[step.inside] if step.inside else step
+        owner = self.plan.by_path.get(step.inside, step) if step.inside else step
         spec, config, _ = self.config(owner)
         if spec is None or config is None or step.dtype not in DTYPES:
             return
