@@ -39,7 +39,7 @@ class Models:
             if key in self.trees:
                 return self.trees[key]
             self.trees[key] = None
-        if name in known_models():
+        if name in known_models() or not os.path.exists(name):
             self.load(key)
         else:
             threading.Thread(target=self.build, args=(key,), daemon=True, name=f"tree of {name}").start()
@@ -54,7 +54,8 @@ class Models:
             self.trees[key] = str(error)
         except Exception as error:  # whatever transformers does to a config, files are still checked on the rest
             self.trees[key] = f"{key[0]}: the tree can't be built: {type(error).__name__}: {error}"
-
+        if isinstance(self.trees[key], str):
+            return
         gc.collect()
         gc.freeze()  # a tree stays: the collector need not look through its many thousand objects ever again
 
