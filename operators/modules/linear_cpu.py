@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cache
+from threading import local
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ktopt.weights.packed import joint_axis
 
 log = logging.getLogger(__name__)
 
-FEW_TOKENS = 12
+FEW_TOKENS = 20
 """Up to so many tokens the kernels are faster than dequantising a tile and torch's product (measured with AVX512 VNNI on 2 cores,
 576 to 2048 inputs)."""
 TILE_BYTES = 4 << 20
@@ -109,18 +110,21 @@ class KLinearCPUInfer(KTransformersLinear):
             return super().forward(x)
         dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
         operand = x.to(dtype)
-        made = [functional.linear(operand, tile) for tile in self._tiles(dtype)]
+        tiles = self._tiles(dtype, fresh=x.requires_grad)  # which autograd keeps
+        made = [functional.linear(operand, tile) for tile in tiles]
         whole = (made[0] if len(made) == 1 else torch.cat(made, dim=-1)).to(x.dtype)
         return whole if self.bias is None else whole + self.bias.to(x.dtype)
 
-    def _tiles(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The weight's rows as numbers, in pieces from top to bottom."""
+    def _tiles(self, dtype: torch.dtype, fresh: bool = True) -> Iterator[torch.Tensor]:
+        """The weight's rows as numbers, in pieces from top to bottom; unless `fresh`, each in the same memory."""
         step = max(1, TILE_BYTES // (self.in_features * dtype.itemsize))
         held = dtype if dtype is torch.bfloat16 else torch.float32
         threads = torch.get_num_threads()
         for _, part in self.parts:
             for start in range(0, part.rows, step):
-                tile = torch.empty(min(step, part.rows - start), self.in_features, dtype=held)
+                rows = min(step, part.rows - start)
+                memory = torch.empty(rows * self.in_features, dtype=held) if fresh else scratch(rows * self.in_features, held)
+                tile = memory.view(rows, self.in_features)
                 cpu.dequantize(part, tile, threads, start)
                 yield tile.to(dtype)
 
@@ -160,6 +164,18 @@ def stored_parts(context: BuildContext) -> Iterator[tuple[int, cpu.Blocks]]:
         except KtoptError as error:
             raise KtoptError(f"{name} ({kind}): {error}") from None
         first += rows
+
+
+_memory = local()
+
+
+def scratch(numbers: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that this thread uses again and again: large new tensors cost a page fault for every 4 KiB."""
+    held: torch.Tensor | None = getattr(_memory, str(dtype), None)
+    if held is None or held.numel() < numbers:
+        held = torch.empty(numbers, dtype=dtype)
+        setattr(_memory, str(dtype), held)
+    return held[:numbers]
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
