@@ -7,6 +7,7 @@ of the plan's shape proves, on any machine, that the plan's transfers suffice: p
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -112,24 +113,40 @@ class _NoValues:
 def _one_device(model: nn.Module, stands_for: dict[str, str]) -> Iterator[None]:
     """Within, an operation on tensors of two devices is an error that names the module running it."""
     running: list[str] = []
+
+    def left(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
     for path, module in model.named_modules():
         module.register_forward_pre_hook(lambda m, a, path=path: running.append(path), prepend=True)
-        module.register_forward_hook(lambda m, a, o: running.pop() and None)
+        module.register_forward_hook(left)
     try:
         with _DeviceCheck():
             yield
-    except _TwoDevices as error:
-        where = running[-1] or type(model).__name__
-        devices = " and ".join(sorted(stands_for.get(device, device) for device in error.devices))
-        raise KtoptError(f"{where}: {error.operation} gets tensors on {devices}: the plan lacks a transfer") from error
+    except RuntimeError as error:
+        if not isinstance(error, _TwoDevices) and not _is_about_devices(error):
+            raise
+        where = (running[-1] if running else "") or type(model).__name__
+        what = _in_the_plans_names(str(error).strip().partition("\n")[0], stands_for)
+        raise KtoptError(f"{where}: {what}: the plan lacks a transfer") from error
+
+
+def _is_about_devices(error: RuntimeError) -> bool:
+    """Whether an error is torch's own of tensors on several devices: fake tensors, and the decompositions of some operations, look
+    before an operation is dispatched. They have no class of their own."""
+    return "device" in str(error).lower()
+
+
+def _in_the_plans_names(text: str, stands_for: dict[str, str]) -> str:
+    """A message with the devices that stand for others called by those others' names."""
+    return re.sub(r"\bcuda:\d+\b", lambda found: stands_for.get(found.group(), found.group()), text)
 
 
 class _TwoDevices(RuntimeError):
     """Tensors of two devices met in one operation."""
 
     def __init__(self, operation: str, devices: set[str]) -> None:
-        super().__init__(operation)
-        self.operation, self.devices = operation, devices
+        super().__init__(f"{operation} gets tensors on {' and '.join(sorted(devices))}")
 
 
 class _DeviceCheck(TorchDispatchMode):
