@@ -127,7 +127,7 @@ def _one_device(model: nn.Module, stands_for: dict[str, str]) -> Iterator[None]:
         if not isinstance(error, _TwoDevices) and not _is_about_devices(error):
             raise
         where = (running[-1] if running else "") or type(model).__name__
-        what = _in_the_plans_names(str(error).strip().partition("\n")[0], stands_for)
+        what = _in_the_plans_names(str(error).strip().partition("\n")[0].rstrip("."), stands_for)
         raise KtoptError(f"{where}: {what}: the plan lacks a transfer") from error
 
 
