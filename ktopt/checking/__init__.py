@@ -25,9 +25,6 @@ PLANNED = {"KT501", "KT504"}
 """Codes that the machine decides, once there is a plan. A misspelt device is found without."""
 
 
-_WEIGHTS = "checked when weights are loaded"
-
-
 @dataclass(frozen=True)
 class Target:
     """What files are checked on, and how.
@@ -140,7 +137,9 @@ def _was_sought(code: str, compilations: Iterable[Compilation], target: Target) 
         return target.options.get("hardware") is not None and all(c.plan is not None for c in compilations)
     if code == "KT604":
         return target.locked and all(c.plan is not None for c in compilations)
-    return not code.startswith("KT7")
+    if code.startswith("KT7"):
+        return target.options.get("weights") is not None and all(c.matches is not None for c in compilations)
+    return True
 
 
 def _lock(compilation: Compilation, target: Target) -> list[Diagnostic]:
@@ -157,10 +156,10 @@ def _skipped(compilation: Compilation, target: Target) -> dict[str, str]:
     if compilation.document.root is None:
         return _not_reached()
     if not target.models:
-        return {**dict.fromkeys(("KT3", "KT5", "KT6"), "needs --model"), "KT7": _WEIGHTS}
+        return {**dict.fromkeys(("KT3", "KT5", "KT6"), "needs --model"), "KT7": "needs --weights"}
     if compilation.matches is None:
         return {code: why for code, why in _not_reached().items() if code not in ("KT2", "KT4")}
-    return {"KT7": _WEIGHTS}
+    return {} if target.options.get("weights") is not None else {"KT7": "needs --weights"}
 
 
 def _not_reached() -> dict[str, str]:

@@ -35,3 +35,6 @@ _TABLE = (
 
 BY_NUMBER = {row[0]: GGMLType(*row) for row in _TABLE}
 BY_NAME = {t.name: t for t in BY_NUMBER.values()}
+
+NOT_DEQUANTISED = frozenset({"Q8_1", "Q8_K", "Q1_0"})
+"""Types that nothing here can make numbers of: llama.cpp's own for activations, and one that gguf has no routine for."""
