@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import CompileError, Diagnostic, Report
 from ktopt.parse import parse, read_source
+from ktopt.pattern import shared_budgets
 from ktopt.source import Document, SourceFile
 from ktopt.validate import validate
 
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from ktopt.placement import Hardware
     from ktopt.plan import Plan
     from ktopt.ruleset import RuleSet
+    from ktopt.selector.surroundings import Storage
 
 Rules = str | Path | SourceFile
 Model = Any
 """A shipped name, a folder, a config.json, a GGUF file, a config mapping, a ModuleGraph, or an nn.Module in hand."""
+Weights = Any
+"""A GGUF file, a safetensors file, a folder with either, or an open WeightSource."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def run_stages(
     rules: Rules,
     model: Model | None = None,
     *,
-    weights: str | Path | None = None,
+    weights: Weights | None = None,
     device: str | None = None,
     dtype: str | None = None,
     hardware: Hardware | None = None,
@@ -62,7 +66,9 @@ def run_stages(
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
     Without `plan` it stops before that; making it finds only what the machine (`hardware`) can't do.
 
-    Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given.
+    Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given. Where
+    selectors ask how weights are stored, the headers of `weights`, or of those that the model names itself, are read; WeightError
+    where they can't be.
     """
     given: dict[str, Any] = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap or {}}
     if any(given.values()):
@@ -76,11 +82,18 @@ def run_stages(
     model = weights if model is None else model
     if model is None:
         return Compilation(document, ruleset, None, None, None, report)
-    return _on_model(document, ruleset, model, given, report, plan)
+    with shared_budgets():
+        return _on_model(document, ruleset, model, weights, given, report, plan)
 
 
 def _on_model(
-    document: Document, ruleset: RuleSet | None, model: Model, given: Mapping[str, Any], report: Report, wants_plan: bool
+    document: Document,
+    ruleset: RuleSet | None,
+    model: Model,
+    weights: Weights | None,
+    given: Mapping[str, Any],
+    report: Report,
+    wants_plan: bool,
 ) -> Compilation:
     """The stages that need a model's tree; a check without one imports none of them."""
     from ktopt.graph import ModuleGraph
@@ -94,13 +107,28 @@ def _on_model(
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
-    matches = match(ruleset, graph, options.hardware, report)
+    storage = _storage(weights, model, graph) if ruleset.asks_storage else None
+    matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = make_plan(ruleset, graph, matches, options, report)
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))
     return Compilation(document, ruleset, graph, matches, plan, report)
+
+
+def _storage(weights: Weights | None, model: Model, graph: ModuleGraph) -> Storage | None:
+    """How the weights are stored; None where none are given and the model names none."""
+    from ktopt.weights.source import WeightError
+    from ktopt.weights.storage import storage_of, weights_of
+
+    if weights is None:
+        own = weights_of(model)
+        return None if own is None else storage_of(own, graph)
+    try:
+        return storage_of(weights, graph)
+    except WeightError:
+        return None  # which checking the weights reports
 
 
 def _unsilenced(document: Document, diagnostics: list[Diagnostic]) -> list[Diagnostic]:

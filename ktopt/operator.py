@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -231,7 +232,7 @@ def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[Operato
         if problem:
             problems.append(problem)
         elif why := meta.get("ignored") or (meta["ignored_when"](value) if meta.get("ignored_when") else ""):
-            problems.append(Problem(key, "ignored", f"`{key}: {value}` has no effect: {why}"))
+            problems.append(Problem(key, "ignored", f"`{key}: {yaml_text(value)}` has no effect: {why}"))
         values[name] = value
     for f in dataclasses.fields(spec.config):
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
@@ -243,6 +244,22 @@ def build_config(spec: OperatorSpec, kwargs: Mapping[str, Any]) -> tuple[Operato
         return None, problems
     made = spec.config(**values)
     return made, [*problems, *_idle(spec, made, {known[key]: key for key in kwargs})]
+
+
+_NOT_TEXT = re.compile(r"(?i)(?:null|true|false|yes|no|on|off|~|[-+.\d][\d_.,:e+-]*|)")
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML has it on one line: null, true, a word without quotes where it stays a word."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{yaml_text(key)}: {yaml_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(yaml_text, value)) + "]"
+    if isinstance(value, str) and (_NOT_TEXT.fullmatch(value) or not re.fullmatch(r"[\w./\\][\w.:/\\ -]*", value)):
+        return "'" + value.replace("'", "''") + "'"
+    return str(value)
 
 
 def _spoils(problem: Problem) -> bool:
@@ -261,12 +278,14 @@ def _idle(spec: OperatorSpec, config: OperatorConfig, given: Mapping[str, str]) 
         if name in ("prefill_device", "prefill_op"):
             generate = getattr(config, name.replace("prefill", "generate"), None)
             if not meta.get("ignored") and value not in (None, "None", generate) and generate is not None:
-                yield Problem(key, "idle", f"`{key}: {value}` has no effect: {PREFILL}, {generate}")
+                yield Problem(key, "idle", f"`{key}: {yaml_text(value)}` has no effect: {PREFILL}, {generate}")
         elif readers and op is not None and op.name not in readers:
             only = f"only {' and '.join(readers)} read{'s' * (len(readers) == 1)} it"
-            yield Problem(key, "ignored", f"`{key}: {value}` has no effect: {only}, and the rule's generate_op is {op.name}")
+            yield Problem(
+                key, "ignored", f"`{key}: {yaml_text(value)}` has no effect: {only}, and the rule's generate_op is {op.name}"
+            )
         elif readers and op is not None and op.needs:
-            yield Problem(key, "idle", f"`{key}: {value}` has no effect: {op.name} would read it, and {op.needs}")
+            yield Problem(key, "idle", f"`{key}: {yaml_text(value)}` has no effect: {op.name} would read it, and {op.needs}")
 
 
 def without_effect(config: OperatorConfig) -> list[str]:
@@ -275,18 +294,18 @@ def without_effect(config: OperatorConfig) -> list[str]:
     for f in dataclasses.fields(config):
         value, why = getattr(config, f.name), f.metadata.get("ignored_when")
         if why and value != f.default and (reason := why(value)):
-            said.append(f"{f.name}: {value} has no effect: {reason}")
+            said.append(f"{f.name}: {yaml_text(value)} has no effect: {reason}")
     return said
 
 
 def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[str, Any]) -> tuple[Problem | None, Any]:
     if not _is_a(value, hint):
         wanted = f"the name of an op of {spec.name} ({', '.join(spec.ops)})" if meta.get("op") else describe_type(hint)
-        written = "null" if value is None else repr(value)
+        written = f"'{value}'" if isinstance(value, str) else yaml_text(value)
         return Problem(key, "type", f"`{key}` must be {wanted}, not {written}"), value
     least = meta.get("minimum")
     if least is not None and isinstance(value, int | float) and value < least:
-        return Problem(key, "value", f"`{key}` must be at least {least}, not {value}"), value
+        return Problem(key, "value", f"`{key}` must be at least {least}, not {yaml_text(value)}"), value
     if meta.get("device") and value is not None:
         try:
             value = canonical_device(value)
@@ -297,7 +316,9 @@ def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[st
         near = former.get(str(value)) or nearest(str(value), spec.ops)
         known = ", ".join(spec.ops)
         hint_text = f" (did you mean {near}?)" if near else ""
-        return Problem(key, "value", f"`{key}`: unknown op {value!r} of {spec.name}; known: {known}{hint_text}", near), value
+        return Problem(
+            key, "value", f"`{key}`: unknown op {yaml_text(value)} of {spec.name}; known: {known}{hint_text}", near
+        ), value
     return None, value
 
 

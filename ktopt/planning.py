@@ -20,6 +20,7 @@ from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.registry import find
 from ktopt.ruleset import Rule, RuleSet
+from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
 from ktopt.versions import installed
@@ -194,13 +195,13 @@ class _Planner:
     def _rule(self, decision: Decision) -> _Ruling:
         place = decision.place or self.default_device
         if decision.rule is None:
-            device = self._at(place, None)
+            device = self._at(place, self._asks(None, (), decision.place))
             config = self.default.config(generate_device=device, prefill_device=device)  # type: ignore[call-arg]
             return _Ruling(self.default, config, config.to_kwargs(), device, device, (), {}, ())
         rule = self.ruleset.rules[decision.rule]
         generate, prefill = self._devices(rule, place, bool(decision.place))
         places = (place, *decision.also)
-        homes = [self._devices(self.ruleset.rules[i], p)[0] for i in decision.alias_rules for p in places]
+        homes = [self._devices(self.ruleset.rules[i], p, bool(decision.place))[0] for i in decision.alias_rules for p in places]
         replicas = tuple(dict.fromkeys(d for d in homes if d != generate))
         config, runs = self._config(rule, generate, prefill, decision.place)
         notes = without_effect(config)
@@ -221,18 +222,34 @@ class _Planner:
         if prefill != generate or ("prefill_op" in given and ops[1] not in (ops[0], "None")):
             self.splits_prefill = True
 
-    def _devices(self, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
+    def _devices(self, rule: Rule, place: str, placed: bool) -> tuple[str, str]:
         """(generate, prefill) of a rule's modules, remapped."""
         generate, prefill = rule_devices(self.ruleset, rule, place, placed)
-        return self._at(generate, rule), self._at(prefill, rule)
+        asks = self._asks(rule, ("generate_device", "device"), place if placed and generate == place else None)
+        if prefill == generate and "prefill_device" not in rule.replace.given:
+            return (self._at(generate, asks),) * 2
+        prefill_asks = self._asks(rule, ("prefill_device",), place if placed and prefill == place else None)
+        return self._at(generate, asks), self._at(prefill, prefill_asks)
 
-    def _at(self, device: str, rule: Rule | None) -> str:
+    def _asks(self, rule: Rule | None, kwargs: Sequence[str], place: str | None) -> tuple[str, Origin]:
+        """Who asks for a device, and where: a rule's kwarg, a line of `place:`, else the rule, or the default."""
+        given = next((name for name in kwargs if rule and name in rule.replace.given), None)
+        line = next((p for p in self.ruleset.places if p.device == place), None)
+        if rule and given:
+            return f"rule {rule.number} places modules", rule.replace.kwarg_origins.get(given, rule.replace.origin)
+        if line:
+            return "`place:` puts modules", line.origin
+        if rule:
+            return f"rule {rule.number} places modules", rule.replace.origin
+        written = self.ruleset.default_device_origin if self.options.device is None else None
+        return "unplaced modules go", written or self._file_origin()
+
+    def _at(self, device: str, asks: tuple[str, Origin]) -> str:
         device = self.options.place(device)
         hardware = self.options.hardware
         if hardware is not None and not hardware.has(device):
             have = ", ".join(d.name for d in hardware.devices) or "no accelerator"
-            origin = rule.replace.origin if rule else self._file_origin()
-            who = f"rule {rule.number} places modules" if rule else "unplaced modules go"
+            who, origin = asks
             self.report.error(
                 "KT501",
                 f"{who} on {device}, which {hardware.name} does not have (it has {have})",
@@ -313,9 +330,12 @@ class _Planner:
         made = []
         if self.options.remap:
             made.append("remapped " + ", ".join(f"{a} to {b}" for a, b in self.options.remap.items()))
-        if self.matches.needs_hardware:
-            ids = ", ".join(self.ruleset.rules[i].id for i in self.matches.needs_hardware)
-            made.append(f"rules {ids} ask about the machine: plan with --hardware to settle them")
+        for kind, ask in (
+            (about_machine, "ask about the machine: plan with --hardware"),
+            (about_storage, "ask how weights are stored: plan with --weights"),
+        ):
+            if unsettled := self.matches.unsettled(kind):
+                made.append(f"{', '.join(name for name, _ in unsettled)} {ask} to settle them")
         if self.splits_prefill:
             made.append(PREFILL)
         return tuple(made)

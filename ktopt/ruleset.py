@@ -92,3 +92,10 @@ class RuleSet:
     dtype: str | None = None
     default_device: str = "cpu"
     origin: Origin | None = None
+    default_device_origin: Origin | None = None
+
+    @property
+    def asks_storage(self) -> bool:
+        """Whether a rule or a place asks how weights are stored."""
+        selectors = [rule.match for rule in self.rules if not isinstance(rule.match, NameClass)]
+        return any(selector.asks_storage for selector in (*selectors, *(place.selector for place in self.places)))

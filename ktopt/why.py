@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import UsageError
 from ktopt.graph import Module, ModuleGraph
-from ktopt.operator import nearest
+from ktopt.operator import nearest, yaml_text
 from ktopt.pattern import compile_pattern
 from ktopt.ruleset import NameClass, Rule, RuleSet
 from ktopt.selector.expression import AllOf, Expression, Minus, Ref
@@ -33,6 +33,15 @@ class Lost:
     origin: Origin
     clause: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """A clause of the rule that decided: its key (name, class, match, when, expect, recursive), its text, and where it stands."""
+
+    key: str
+    text: str
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class Explanation:
     alias: str
     closed_by: str
     kwargs: tuple[KwargSource, ...]
+    clauses: tuple[Clause, ...]
     lost: tuple[Lost, ...]
     notes: tuple[str, ...]
 
@@ -94,6 +104,7 @@ def explain_module(path: str, ruleset: RuleSet, graph: ModuleGraph, matches: Mat
         alias=decision.alias,
         closed_by=closed_by,
         kwargs=tuple(_kwargs(step, rule, decision, ruleset, plan)),
+        clauses=tuple(_clauses(rule)) if rule else (),
         lost=tuple(_lost(module, decision, ruleset, graph, matches)),
         notes=step.notes,
     )
@@ -114,6 +125,23 @@ def find_module(path: str, graph: ModuleGraph) -> Module:
     raise UsageError(
         f"{name} has no module {path!r}" + (f"; did you mean {near}?" if near else f"; `ktopt inspect {name}` shows its modules")
     )
+
+
+def _clauses(rule: Rule) -> Iterator[Clause]:
+    """What the rule says of the modules that it takes."""
+    if isinstance(rule.match, NameClass):
+        if rule.match.name is not None:
+            yield Clause("name", rule.match.name, rule.match.name_origin or rule.match_origin)
+        if rule.match.cls is not None:
+            yield Clause("class", rule.match.cls, rule.match.cls_origin or rule.match_origin)
+    else:
+        yield Clause("match", rule.match.text, rule.match_origin)
+    if rule.when is not None:
+        yield Clause("when", rule.when.text, rule.when.origin)
+    if rule.expect is not None:
+        yield Clause("expect", str(rule.expect), rule.expect_origin or rule.origin)
+    if not rule.recursive:
+        yield Clause("recursive", "false", rule.origin)
 
 
 def _kwargs(step: Step, rule: Rule | None, decision: Decision, ruleset: RuleSet, plan: Plan) -> Iterator[KwargSource]:
@@ -228,7 +256,8 @@ def _lines(e: Explanation) -> Iterator[str]:
     yield f"  {e.operator} on {places}{prefill}, {e.weight_bytes:,} bytes of its own"
     for note in e.notes:
         yield f"  note: {note}"
-    yield from _columns("kwargs", [(f"{k.name} = {_yaml(k.value)}", _here(k.source, home)) for k in e.kwargs])
+    yield from _columns("what it takes", [(f"{c.key}: {c.text}", _here(str(c.origin), home)) for c in e.clauses])
+    yield from _columns("kwargs", [(f"{k.name} = {yaml_text(k.value)}", _here(k.source, home)) for k in e.kwargs])
     rows = [(_here(str(x.origin), home), _label(x.number, x.id), x.clause, x.reason) for x in e.lost]
     yield from _columns(f"other rules of {home}", rows)
 
@@ -251,10 +280,3 @@ def _label(number: int, id: str) -> str:
 def _here(place: str, home: str) -> str:
     """ "line 12" for a place in the rule file itself."""
     return place.replace(f"{home}:", "line ", 1) if home else place
-
-
-def _yaml(value: Any) -> str:
-    """A value as YAML would have it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,6 +7,7 @@ import torch
 
 import ktopt
 from ktopt.graph import ModuleGraph
+from ktopt.hardware import load_hardware
 from ktopt.source import SourceFile
 
 RULES = 'rules: [{match: "class=Linear", replace: KTransformersLinear}]\n'
@@ -74,3 +75,34 @@ def test_a_bare_module_has_no_architecture_to_judge() -> None:
     bare = torch.nn.Sequential(torch.nn.Linear(4, 4))
     assert found(ARCHITECTURES.format("DeepseekV3ForCausalLM"), bare) == []
     assert isinstance(ktopt.trees.load_tree(bare), ModuleGraph)
+
+
+def test_a_place_on_a_device_that_the_machine_lacks_is_an_error_at_its_line() -> None:
+    one_card = load_hardware("1x24GB")
+    text = places('"cuda:0": "layer in 0..9"', '"cuda:1": "layer in 10..29"')
+    report = ktopt.check(SourceFile("r.yaml", f"version: 1\n{text}{RULES}"), "smollm2-135m", hardware=one_card)
+    assert {(d.code, d.span.start.line) for d in report.errors} == {("KT501", 4)}
+    assert "`place:` puts modules on cuda:1" in report.errors[0].message
+
+
+def test_a_default_device_that_the_machine_lacks_is_an_error_at_its_line() -> None:
+    assert found('dtype: float32\ndefault_device: "cuda:1"\n', hardware=load_hardware("1x24GB"))[0][::2] == ("KT501", 3)
+
+
+def test_a_rule_on_a_device_that_the_machine_lacks_is_an_error_at_the_kwarg() -> None:
+    rule = 'rules:\n  - match: "class=Linear"\n    replace: default\n    kwargs:\n      generate_device: "cuda:1"\n'
+    report = ktopt.check(SourceFile("r.yaml", f"version: 1\n{rule}"), "smollm2-135m", hardware=load_hardware("1x24GB"))
+    assert {(d.code, d.span.start.line) for d in report.errors} == {("KT501", 6)}
+
+
+LETS = 'let: {linears: "class=Linear", inner: "layer=3", outer: "$inner"}\n'
+
+
+def test_a_let_that_nothing_uses_is_an_info() -> None:
+    assert found(LETS + places('"cpu": "$linears"')) == [("KT209", "info", 2)]
+    assert found(LETS + places('"cpu": "$linears | $outer"')) == []
+
+
+def test_lets_of_a_file_without_rules_are_for_those_that_import_it() -> None:
+    report = ktopt.check(SourceFile("r.yaml", f"version: 1\n{LETS}"))
+    assert [d.code for d in report] == []

@@ -150,7 +150,7 @@ def test_what_is_wrong_has_a_code_a_place_and_words(text: str, code: str, line: 
     (kwargs("KTransformersLinear", "generate_op: KLinearCPUInfer, stride: 8"), "KT408", "divide the work"),
     (kwargs("KTransformersExperts", "generate_op: KExpertsTorch, backend: AMXInt8"), "KT408", "generate_op is KExpertsTorch"),
     (rule("{class: KTransformersLinearW8A8A2}"), "KT410", "without the Ascend kernels"),
-    (rule("{class: default}", rest="  recursive: 0\n"), "KT206", "read as False"),
+    (rule("{class: default}", rest="  recursive: 0\n"), "KT206", "read as false"),
     (rule("{class: default}", match="{name: 'layers.[10-19].'}"), "KT304", "(0, 1, 9), not the numbers 10 to 19"),
 ])  # fmt: skip
 def test_what_is_doubtful_is_a_warning_and_the_rules_stand(text: str, code: str, said: str) -> None:

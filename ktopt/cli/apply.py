@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, weights_argument
-from ktopt.cli.plan import ask_for_hardware, show_findings
+from ktopt.cli.options import add_model, add_target, model_argument, rules_argument, stage_options, weights_argument
+from ktopt.cli.plan import ask_for_the_rest, show_findings
 from ktopt.cli.terminal import Progress, size
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import KtoptError, UsageError
@@ -50,11 +50,11 @@ def plan_to_apply(args: argparse.Namespace) -> Plan:
 
         _no_plan_options(args)
         return open_plan(args.rules, args.force)
-    compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
+    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
     show_findings(compilation)
     if compilation.plan is None:
         raise KtoptError(f"{args.rules}: no plan, for the errors above")
-    ask_for_hardware(compilation)
+    ask_for_the_rest(compilation)
     return compilation.plan
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from ktopt.cli.options import add_force, add_model, add_target, compile_options, model_argument, rules_argument
+from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options
 from ktopt.cli.terminal import style_of
 from ktopt.plan import Plan
 from ktopt.render.style import printable
@@ -42,7 +42,7 @@ def _plan(name: str, args: argparse.Namespace) -> Plan:
         return open_plan(name, args.force)
     from ktopt.compiler import compile
 
-    return compile(rules_argument(name), model_argument(args), **compile_options(args))
+    return compile(rules_argument(name), model_argument(args), **stage_options(args))
 
 
 def _print(text: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ktopt.cli.options import add_force, add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options, write_text
 from ktopt.cli.plan import show_findings
 from ktopt.cli.terminal import size
 from ktopt.compiler import run_stages
@@ -43,7 +43,7 @@ def _plan(args: argparse.Namespace) -> Plan | None:
         from ktopt.plan_check import open_plan
 
         return open_plan(args.rules, args.force)
-    compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
+    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
     show_findings(compilation)
     return compilation.plan
 

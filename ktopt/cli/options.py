@@ -126,6 +126,11 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"hardware": hardware, "device": args.device, "dtype": args.dtype, "remap": remap_argument(args.remap)}
 
 
+def stage_options(args: argparse.Namespace) -> dict[str, Any]:
+    """compile_options, with the weights, whose headers are read where selectors ask how they are stored."""
+    return {**compile_options(args), "weights": args.weights}
+
+
 def remap_argument(pairs: list[str]) -> dict[str, str]:
     """{"cuda": "cpu"} of ["cuda=cpu"]; commas may separate several. UsageError for what isn't FROM=TO."""
     remap: dict[str, str] = {}

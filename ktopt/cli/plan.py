@@ -6,11 +6,12 @@ import argparse
 import sys
 
 from ktopt.cli.findings import at_least, count, print_report
-from ktopt.cli.options import add_force, add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options, write_text
 from ktopt.cli.terminal import columns, style_of
 from ktopt.compiler import Compilation, run_stages
 from ktopt.diagnostics import KtoptError, Severity, UsageError
 from ktopt.plan import Plan
+from ktopt.selector.fields import about_machine, about_storage
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.rules.endswith(".json"):
         return _show_file(args)
-    compilation = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
+    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
     plan = compilation.plan
     errors = show_findings(compilation)
     if plan is None:
         return 1
-    ask_for_hardware(compilation)
+    ask_for_the_rest(compilation)
     if args.lock:
         _write_lock(compilation.document.source.path, plan)
     if args.output:
@@ -82,17 +83,20 @@ def show_findings(compilation: Compilation) -> bool:
     return any(d.severity is Severity.ERROR for d in shown)
 
 
-def ask_for_hardware(compilation: Compilation) -> None:
-    """KtoptError where a rule's `when:` asks about a machine that nobody described."""
-    matches, ruleset = compilation.matches, compilation.ruleset
-    if matches is None or ruleset is None or not matches.needs_hardware:
-        return
-    rules = [ruleset.rules[i] for i in matches.needs_hardware]
-    places = ", ".join(f"{rule.id} ({rule.origin})" for rule in rules)
-    raise KtoptError(
-        f"whether these rules hold depends on the machine: {places}\n"
-        "  Say which: --hardware here (this one), a preset such as 1x24GB, or a file that describes it"
-    )
+def ask_for_the_rest(compilation: Compilation) -> None:
+    """KtoptError where rules or places ask about a machine that nobody described, or about weights that nobody gave."""
+    for kind, asks, say in (
+        (
+            about_machine,
+            "depends on the machine",
+            "Say which: --hardware here (this one), a preset such as 1x24GB, or a file that describes it",
+        ),
+        (about_storage, "depends on how weights are stored", "Say in which file: --weights"),
+    ):
+        unsettled = compilation.matches.unsettled(kind) if compilation.matches is not None else []
+        if unsettled:
+            places = ", ".join(f"{name} ({origin})" for name, origin in unsettled)
+            raise KtoptError(f"whether these hold {asks}: {places}\n  {say}")
 
 
 def _write_lock(rules: str, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""`ktopt why MODULE`: the rule that decided a module, why the others didn't, and where each kwarg came from."""
+"""`ktopt why MODULE RULES`: the rule that decided a module, why the others didn't, and where each kwarg came from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 
 from ktopt.cli.findings import at_least, print_report
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument
+from ktopt.cli.options import add_model, add_target, model_argument, rules_argument, stage_options
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import Severity
 from ktopt.why import Explanation, explain_module
@@ -15,14 +15,14 @@ from ktopt.why import Explanation, explain_module
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("module", metavar="MODULE", help="a module's path, today's or KTransformers'")
-    parser.add_argument("rules", metavar="RULES", help="a rule file")
+    parser.add_argument("rules", metavar="RULES", help="the rule file that is asked about; MODULE alone is not enough")
     add_model(parser)
     add_target(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
 
 def run(args: argparse.Namespace) -> int:
-    c = run_stages(rules_argument(args.rules), model_argument(args), **compile_options(args))
+    c = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
     if c.ruleset is None or c.graph is None or c.matches is None or c.plan is None:
         print_report(at_least(c.report.sorted(), Severity.ERROR), sys.stderr, c.document.sources)
         return 1
@@ -40,6 +40,7 @@ def to_json(e: Explanation) -> dict[str, object]:
         "asked": e.asked,
         "class": e.cls,
         "rule": {"number": e.rule.number, "id": e.rule.id, "at": str(e.rule.origin)} if e.rule else None,
+        "clauses": [{"key": c.key, "text": c.text, "at": str(c.origin)} for c in e.clauses],
         "alias": e.alias,
         "closed_by": e.closed_by,
         "operator": e.operator,

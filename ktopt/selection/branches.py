@@ -38,14 +38,16 @@ def branches_of(matches: Matches) -> list[Surroundings]:
 
 
 def _asking(matches: Matches) -> Iterator[Expression]:
+    """What asks for something that isn't known."""
     for rule in matches.ruleset.rules:
-        active = matches.active[rule.index]
-        if rule.when is not None and active is None:
+        if rule.when is not None and matches.active[rule.index] is None:
             yield rule.when.root
-        if active is not False and not isinstance(rule.match, NameClass):
+        active = matches.active[rule.index] is not False
+        if active and not isinstance(rule.match, NameClass) and rule.match.lacks(matches.around):
             yield rule.match.root
     for place in matches.ruleset.places:
-        yield place.selector.root
+        if place.selector.lacks(matches.around):
+            yield place.selector.root
 
 
 def check_branches(matches: Matches, cases: Iterable[Surroundings], report: Report) -> None:

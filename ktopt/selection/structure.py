@@ -10,6 +10,7 @@ from typing import Any
 from ktopt.diagnostics import Fix, Related, Report, Severity
 from ktopt.graph import Module
 from ktopt.match import Decision, Matches
+from ktopt.operator import yaml_text
 from ktopt.pattern.check import pattern_fix
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.placement import device_kind
@@ -93,7 +94,7 @@ def _difference(a: Rule, b: Rule) -> str:
     for f in dataclasses.fields(a.replace.config):
         one, two = getattr(a.replace.config, f.name), getattr(b.replace.config, f.name)
         if one != two and not f.metadata.get("device"):
-            return f"{f.name} {one!r} and {two!r}"
+            return f"{f.name} {yaml_text(one)} and {yaml_text(two)}"
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -18,7 +18,7 @@ from ktopt.graph import ModuleGraph
 from ktopt.placement import Hardware
 from ktopt.selector.errors import SelectorError, explain
 from ktopt.selector.evaluate import Evaluation, truth
-from ktopt.selector.expression import Call, Equal, Expression, Glob, Matches, Order, Range, Unequal, walk
+from ktopt.selector.expression import Call, Equal, Expression, Glob, Matches, Order, Range, Ref, Unequal, walk
 from ktopt.selector.fields import about_machine, about_model, about_storage
 from ktopt.selector.glob import numbers_written, words_written
 from ktopt.selector.surroundings import NOTHING, Storage, Surroundings
@@ -68,9 +68,14 @@ class Selector:
         return any(about_machine(field) for field in self._fields)
 
     @property
+    def asks_storage(self) -> bool:
+        """Whether it depends on how weights are stored."""
+        return any(about_storage(field) for field in self._fields)
+
+    @property
     def asks_around(self) -> bool:
-        """Whether it depends on more than the tree and its config: on the machine, or on how weights are stored."""
-        return any(about_machine(field) or about_storage(field) for field in self._fields)
+        """Whether it depends on more than the tree and its config."""
+        return self.asks_hardware or self.asks_storage
 
     def lacks(self, around: Surroundings) -> list[str]:
         """The fields that it asks for and that are neither known nor supposed."""
@@ -81,9 +86,14 @@ class Selector:
         """Whether it chooses among modules, rather than all or none."""
         return any(not about_model(f) for f in self._fields) or any(isinstance(n, Glob | Call) for n in walk(self.root))
 
-    @property
+    @cached_property
     def _fields(self) -> list[str]:
         return [n.field for n in walk(self.root) if isinstance(n, Equal | Unequal | Matches | Order)]
+
+    @property
+    def names_used(self) -> frozenset[str]:
+        """The named selectors that it refers to itself."""
+        return frozenset(node.name for node in walk(self.root, into_named=False) if isinstance(node, Ref))
 
     @property
     def layers_written(self) -> tuple[int, ...]:

@@ -168,8 +168,8 @@ def quoted(value: str) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def walk(expression: Expression) -> list[Expression]:
-    """Every node, each named selector once."""
+def walk(expression: Expression, *, into_named: bool = True) -> list[Expression]:
+    """Every node, each named selector once; those within named selectors too, unless told otherwise."""
     found: list[Expression] = []
     seen: set[int] = set()
     waiting = [expression]
@@ -181,7 +181,7 @@ def walk(expression: Expression) -> list[Expression]:
                 waiting.extend(reversed(node.parts))
             case Not() | Call():
                 waiting.append(node.part)
-            case Ref() if id(node.target) not in seen:
+            case Ref() if into_named and id(node.target) not in seen:
                 seen.add(id(node.target))
                 waiting.append(node.target)
             case _:

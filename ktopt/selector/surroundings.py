@@ -12,7 +12,7 @@ from itertools import chain, islice, product
 from typing import Any
 
 from ktopt.placement import Hardware
-from ktopt.selector.expression import Equal, Expression, Matches, Order, Range, Unequal, walk
+from ktopt.selector.expression import AnyOf, Equal, Expression, Matches, Order, Range, Unequal, walk
 from ktopt.selector.fields import UNKNOWN, Test, about_machine, about_storage, holds, machine_value
 
 Storage = Mapping[str, tuple[str, ...]]
@@ -53,7 +53,7 @@ NOTHING = Surroundings()
 
 def tests_of(expressions: Iterable[Expression]) -> dict[Test, None]:
     """The distinct comparisons in some expressions, in order."""
-    nodes = (node for expression in expressions for node in walk(expression))
+    nodes = walk(AnyOf(tuple(expressions)))
     return {node: None for node in nodes if isinstance(node, Equal | Unequal | Matches | Order)}
 
 

@@ -115,6 +115,9 @@ def _find_config(path: str) -> tuple[Mapping[str, Any], str, str]:
         from ktopt.weights.gguf_config import config_from_gguf
 
         return config_from_gguf(where), path, str(where)
+    if where.suffix.lower() == ".gguf":
+        why = "does not begin with GGUF" if where.stat().st_size else "is empty"
+        raise KtoptError(f"{where}: not a GGUF file: it {why}")
     return read_config(where), path, str(where)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import Related, Report
 from ktopt.placement import DTYPES
-from ktopt.ruleset import Place, Rule, RuleSet
+from ktopt.ruleset import NameClass, Place, Rule, RuleSet
 from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Sequence, Span
 from ktopt.validate import keys
 from ktopt.validate.replacement import read_device
@@ -34,6 +34,7 @@ def validate(document: Document, report: Report) -> RuleSet | None:
     """The rule set of a parsed file. None where an error leaves none to go on with (Report.stops_plan): all is in the report."""
     reader = _Reader(report)
     reader.document(document)
+    reader.unused_lets(document.source.path)
     return None if report.stops_plan or not reader.form else reader.ruleset(document)
 
 
@@ -49,7 +50,9 @@ class _Reader:
     ids: dict[str, Origin] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
     architectures_origin: Origin | None = None
+    default_device_origin: Origin | None = None
     texts: list[str] = field(default_factory=list)
+    lets: list[tuple[str, Selector, Origin]] = field(default_factory=list)
     scopes: dict[int, dict[str, Selector]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
 
@@ -156,6 +159,22 @@ class _Reader:
             selector = read_selector(shape.inside(name), node, text, lets)
             if selector is not None:
                 lets[name] = selector
+                self.lets.append((name, selector, shape.origin(key)))
+
+    def unused_lets(self, file: str) -> None:
+        """KT209 for names of the file itself, where all of it could be read. One that has neither rules nor places is there for
+        others to import."""
+        rules = [rule for rule in self.rules if rule.origin.file == file]
+        places = [place for place in self.places if place.origin.file == file]
+        if self.report.errors or not (rules or places):
+            return
+        asked = [place.selector for place in places]
+        asked += [s for rule in rules for s in (rule.match, rule.when) if s is not None and not isinstance(s, NameClass)]
+        own = [entry for entry in self.lets if entry[2].file == file]
+        used = set().union(*(selector.names_used for selector in (*asked, *(s for _, s, _ in own))))
+        for name, _, origin in own:
+            if name not in used:
+                self.report.info("KT209", f"let {name}: nothing in this file uses ${name}", origin, help="take it out, or use it")
 
     def place(self, shape: Shape, device: Scalar, node: Node, lets: dict[str, Selector]) -> None:
         name = read_device(shape, device)
@@ -187,7 +206,9 @@ class _Reader:
             elif name is not None:
                 self.said.setdefault("dtype", name.removeprefix("torch."))
         if (node := top.get("default_device")) is not None and isinstance(node, Scalar):
-            self.said.setdefault("default_device", read_device(shape.inside("default_device"), node))
+            device = read_device(shape.inside("default_device"), node)
+            if "default_device" not in self.said:
+                self.said["default_device"], self.default_device_origin = device, shape.origin(node)
         if (key := top.key("long_context")) is not None:
             help = "delete the mapping; attention is transformers' own"
             shape.error("KT208", "`long_context` isn't available in this version", key, help=help)
@@ -206,4 +227,5 @@ class _Reader:
             dtype=self.said.get("dtype"),
             default_device=device,
             origin=document.origin(document.root) if document.root is not None else None,
+            default_device_origin=self.default_device_origin,
         )

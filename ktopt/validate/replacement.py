@@ -14,7 +14,7 @@ from typing import Any
 
 from ktopt import registry
 from ktopt.diagnostics import Fix, Related, Severity
-from ktopt.operator import OperatorConfig, OperatorSpec, Problem, build_config, field_types, nearest, option_names
+from ktopt.operator import OperatorConfig, OperatorSpec, Problem, build_config, field_types, nearest, option_names, yaml_text
 from ktopt.placement import DEVICE_KINDS, canonical_device, device_kind
 from ktopt.ruleset import Replacement
 from ktopt.source import Mapping, Node, Scalar, Span, plain
@@ -185,7 +185,7 @@ class KwargsReader:
             return {"help": "remove the quotes", "fix": self.shape.rewrite("remove the quotes", node, text)}
         default = self.defaults[name]
         if default is not MISSING and default is not None:
-            help = f"such as `{problem.key}: {default}`, which is what it is when the key is absent"
+            help = f"such as `{problem.key}: {yaml_text(default)}`, which is what it is when the key is absent"
             empty = isinstance(node, Scalar) and node.value is None and node.raw and isinstance(default, str)
             fix = self.shape.rewrite(f"write {default}", node, f'"{default}"', safe=False) if empty and node else None
             return {"help": help, "fix": fix}

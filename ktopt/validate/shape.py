@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from ktopt.diagnostics import Edit, Fix, Report
-from ktopt.operator import nearest
+from ktopt.operator import nearest, yaml_text
 from ktopt.source import Mapping, Node, Origin, Position, Scalar, Sequence, Span
 
 _TRUE_FALSE = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
@@ -137,7 +137,7 @@ class Shape:
             self.error("KT110", message, node, help="a string that isn't empty counts as true, whatever it says", fix=fix)
         elif isinstance(node, Scalar) and node.value in (0, 1):
             value = bool(node.value)
-            message = f"`{name}` must be true or false, not {node.value}; read as {value}"
+            message = f"`{name}` must be true or false, not {node.value}; read as {yaml_text(value)}"
             self.warning("KT206", message, node, fix=self.rewrite(f"write {str(value).lower()}", node, str(value).lower()))
             return value
         elif isinstance(node, Scalar) and node.value is None:
