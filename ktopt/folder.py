@@ -16,6 +16,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,7 @@ def _write(
 
     with open_tensors(plan, None, weights) as source:
         root = build_model(plan)
-        prepared = prepare(plan, root, source)
+        prepared = prepare(plan, root, source, on_the_host(plan))
         if copy_weights:
             from ktopt.weights.packed import write_packed
 
@@ -130,6 +131,11 @@ def _write(
     _write_config(plan, made, refs, root)
     _write_companions(plan, made, weights, root, tokenizer)
     (made / PLAN_FILE).write_text(dump_plan(plan), encoding="utf-8")
+
+
+def on_the_host(plan: Plan) -> Plan:
+    """The plan with every weight on the CPU: what a folder is written by, for a machine whose devices torch may not know here."""
+    return replace(plan, steps=tuple(step._replace(generate_device="cpu", replicas=()) for step in plan.steps))
 
 
 def _write_empty(path: Path) -> None:

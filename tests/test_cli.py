@@ -542,6 +542,23 @@ class TestApply:
         assert refused.code == 2
         assert "settles --device already" in refused.err
 
+    @pytest.mark.parametrize("device", ["cuda:7", "npu:3"])
+    def test_a_folder_for_devices_that_are_not_here_is_written_only_when_asked_for(
+        self, device: str, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path
+    ) -> None:
+        call = ["apply", cpu_rules, "--weights", tiny_gguf, "--device", device, "--out", tmp_path / "out"]
+        refused = cli(*call)
+        assert refused.code == 1
+        assert f"lacks devices that the plan uses:\n  {device}: " in refused.err
+        assert f"--remap {device[:-2]}=cpu" in refused.err
+        assert "--for-another-machine" in refused.err
+        assert not (tmp_path / "out").exists()
+        written = cli(*call, "--for-another-machine")
+        assert written.code == 0, written.err
+        assert f'"generate_device": "{device}"' in (tmp_path / "out" / "plan.json").read_text()
+        assert cli("doctor", tmp_path / "out").code == 0
+        assert "lacks devices" in cli("run", tmp_path / "out", "--prompt", "x").err
+
     def test_a_plan_with_errors_needs_force(self, cli: Cli, cpu_rules: Path, tiny_gguf: Path, tmp_path: Path) -> None:
         cpu_rules.write_text(cpu_rules.read_text() + "- match: {name: nothing_here}\n  replace: {class: default}\n")
         call = ["apply", cpu_rules, "--weights", tiny_gguf, *CPU, "--out", tmp_path / "out"]
