@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from ktopt.applying import apply_plan
 from ktopt.diagnostics import UsageError
 from ktopt.runtime.generation import IncrementalText, Stats, generate_stream
 from ktopt.runtime.memory import peak_resident_bytes, resident_bytes
+from ktopt.runtime.threads import SPIN_VARIABLES, calm_openmp
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +119,14 @@ def test_resident_memory_grows_with_what_is_held():
     assert resident_bytes() - before > 24 << 20
     assert peak_resident_bytes() > before + (24 << 20)
     del held
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}])
+def test_openmp_is_told_to_spin_briefly_unless_the_user_said_how(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    for name in SPIN_VARIABLES:
+        monkeypatch.setenv(name, "kept so that it is restored")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    calm_openmp()
+    assert {n: os.environ[n] for n in SPIN_VARIABLES if n in os.environ} == (given or {"GOMP_SPINCOUNT": "2000"})

@@ -29,7 +29,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Waits until done() for WATCH at most, reading the clock seldom. Answers whether it became true.
+// Waits until done() for WATCH at most, leaving the core to any thread that wants it. Answers whether it became true.
 template <class Done>
 bool watch(Done done) {
     const auto end = std::chrono::steady_clock::now() + WATCH;
@@ -38,6 +38,7 @@ bool watch(Done done) {
             if (done()) return true;
             pause_briefly();
         }
+        std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < end);
     return done();
 }

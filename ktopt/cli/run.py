@@ -18,6 +18,7 @@ from ktopt.diagnostics import UsageError
 from ktopt.folder import PLAN_FILE
 from ktopt.plan import Plan
 from ktopt.plan_check import open_plan
+from ktopt.runtime.threads import calm_openmp
 from ktopt.weights.tokenizer import stop_tokens
 
 PROMPT_LIMIT_CHARACTERS = 4 << 20
@@ -40,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    calm_openmp()
     options = sampling(args)
     text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if args.prompt == "-" else args.prompt
     folder = Path(args.rules).is_dir()
