@@ -19,7 +19,7 @@ from ktopt.operator import PREFILL, OperatorConfig, OperatorSpec, op_on, without
 from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.registry import find
-from ktopt.ruleset import Rule, RuleSet
+from ktopt.ruleset import Rule, RuleSet, rule_devices
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
@@ -101,18 +101,6 @@ def make_plan(ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: P
 def _rule_ref(rule: Rule, active: bool) -> RuleRef:
     start = rule.origin.span.start
     return RuleRef(rule.id, rule.origin.file, start.line, start.column, rule.replace.operator.name, active)
-
-
-def rule_devices(ruleset: RuleSet, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
-    """(generate, prefill) of a rule's modules in a place. `placed` where a native file's `place:` gave the place: a device that the
-    rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise; those with one
-    device for all (`device`) prefill there."""
-    spec, config, upstream = rule.replace.operator, rule.replace.config, ruleset.form == "list"
-    generate = getattr(config, "generate_device", None) or getattr(config, "device", None)
-    generate = generate or (spec.upstream_device if upstream else "") or place
-    prefill = getattr(config, "prefill_device", generate)
-    prefill = prefill or (place if spec.name != "default" and (placed or upstream) else generate)
-    return generate, prefill
 
 
 class _Planner:

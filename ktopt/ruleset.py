@@ -99,3 +99,15 @@ class RuleSet:
         """Whether a rule or a place asks how weights are stored."""
         selectors = [rule.match for rule in self.rules if not isinstance(rule.match, NameClass)]
         return any(selector.asks_storage for selector in (*selectors, *(place.selector for place in self.places)))
+
+
+def rule_devices(ruleset: RuleSet, rule: Rule, place: str, placed: bool = False) -> tuple[str, str]:
+    """(generate, prefill) of a rule's modules in a place. `placed` where a native file's `place:` gave the place: a device that the
+    rule doesn't give is then that one. Upstream's operators prefilled on the default device unless told otherwise; those with one
+    device for all (`device`) prefill there."""
+    spec, config, upstream = rule.replace.operator, rule.replace.config, ruleset.form == "list"
+    generate = getattr(config, "generate_device", None) or getattr(config, "device", None)
+    generate = generate or (spec.upstream_device if upstream else "") or place
+    prefill = getattr(config, "prefill_device", generate)
+    prefill = prefill or (place if spec.name != "default" and (placed or upstream) else generate)
+    return generate, prefill

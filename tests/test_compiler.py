@@ -167,3 +167,14 @@ def test_a_head_that_its_class_ties_costs_nothing_beside_the_embedding(device: s
     assert step.weight_bytes == (0 if notes else 2 * 262_144 * 640)
     held = sum(s.weight_bytes for s in plan.steps if not s.path.endswith("rotary_emb") and s.path != "lm_head")
     assert held >= 2 * 268_098_176
+
+
+def test_experts_that_upstream_keeps_on_the_cpu_split_no_layer() -> None:
+    rest = "- match: {name: '^model.layers.'}\n  replace: {class: default, kwargs: {generate_device: 'cuda:1', prefill_device: 'cuda:1'}}\n"
+    report = ktopt.check(SourceFile("r.yaml", EXPERTS + rest), "mixtral-8x7b")
+    assert [d.code for d in report.errors] == []
+
+
+def test_a_file_that_moves_only_the_experts_leaves_nothing_behind() -> None:
+    report = ktopt.check(SourceFile("r.yaml", EXPERTS), "mixtral-8x7b")
+    assert "KT603" not in {d.code for d in report}

@@ -11,7 +11,7 @@ from ktopt.graph import Module, ModuleGraph
 from ktopt.match.places import Placed
 from ktopt.pattern import PatternError, PatternTimeout
 from ktopt.placement import Hardware
-from ktopt.ruleset import NameClass, Rule, RuleSet
+from ktopt.ruleset import NameClass, Rule, RuleSet, rule_devices
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.selector.surroundings import NOTHING, Surroundings
 from ktopt.source import Origin
@@ -133,7 +133,5 @@ class Matches:
         decision = self.decisions[index]
         if decision.closed_by is not None:
             return self.device(decision.closed_by)
-        given = None
-        if decision.rule is not None:
-            given = getattr(self.ruleset.rules[decision.rule].replace.config, "generate_device", None)
-        return given or decision.place or self.ruleset.default_device
+        place = decision.place or self.ruleset.default_device
+        return place if decision.rule is None else rule_devices(self.ruleset, self.ruleset.rules[decision.rule], place)[0]

@@ -148,7 +148,7 @@ class Walk:
                 except PatternTimeout as error:
                     report_pattern(self.rules[rule], error, self.report)
                     self.failed.add(rule)
-                    give_up(self.rules[rule], self.graph)
+                    give_up(self.rules[rule], self.graph, error)
             elif places is None or places[place >> 3] >> (place & 7) & 1:
                 return rule
         return None

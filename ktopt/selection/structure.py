@@ -27,8 +27,9 @@ def check_structure(matches: Matches, report: Report) -> None:
             _check_fit(rule, matches, report)
             _check_transfer_map(rule, matches, report)
     _check_aliases(matches, report)
-    _check_layers_whole(matches, report)
-    _check_left_behind(matches, report)
+    layers = _by_layer(matches)
+    _check_layers_whole(matches, layers, report)
+    _check_left_behind(matches, layers, report)
     _check_kv_b_proj(matches, report)
     _check_experts(matches, report)
 
@@ -56,7 +57,7 @@ def _check_fit(rule: Rule, matches: Matches, report: Report) -> None:
     refused: dict[str, list[int]] = {}
     for index in members(matches.won(rule.index)):
         module = matches.graph.modules[index]
-        key = (id(module.cls), module.alias_classes, module.name, module.tensors)
+        key = (id(module.cls), module.alias_classes, module.name, id(module.tensors))
         if key not in asked:
             asked[key] = _refusal(module, operator.fits(module), operator.roles, operator.refuses(module, config))
         if (reason := asked[key]) is not None:
@@ -110,10 +111,10 @@ def _by_layer(matches: Matches) -> dict[int, list[Module]]:
     return found
 
 
-def _check_layers_whole(matches: Matches, report: Report) -> None:
+def _check_layers_whole(matches: Matches, by_layer: dict[int, list[Module]], report: Report) -> None:
     """KT502: rules put one layer on two accelerators. Experts on the CPU beside a GPU are the rule, not the exception."""
     splits: dict[tuple[int, str, str, int], tuple[list[int], dict[str, None]]] = {}
-    for layer, modules in _by_layer(matches).items():
+    for layer, modules in by_layer.items():
         placed: dict[str, list[Module]] = {}
         for module in modules:
             if matches.decisions[module.index].rule is not None:
@@ -145,12 +146,13 @@ def _report_split(
     report.error("KT502", message, _device_origin(rule), help=f"put these modules on {rest} too", related=related)
 
 
-def _check_left_behind(matches: Matches, report: Report) -> None:
-    """KT603: modules that no rule takes lie on the default device while the rest of their layer was put elsewhere."""
+def _check_left_behind(matches: Matches, by_layer: dict[int, list[Module]], report: Report) -> None:
+    """KT603: modules that no rule takes lie on the default device while the rest of their layer was put elsewhere. If only experts
+    were, the model is split between GPU and CPU as such models are."""
     default = matches.ruleset.default_device
     left: dict[tuple[int, str], list[int]] = {}
-    for modules in _by_layer(matches).values():
-        placed = [m for m in modules if matches.decisions[m.index].rule is not None]
+    for modules in by_layer.values():
+        placed = [m for m in modules if matches.decisions[m.index].rule is not None and m.role != "experts"]
         devices = {matches.device(m.index): matches.decisions[m.index].rule or 0 for m in reversed(placed)}
         behind = [m for m in modules if matches.decisions[m.index] == Decision() and any(not tensor.buffer for tensor in m.tensors)]
         if not behind or not devices or default in devices:
