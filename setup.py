@@ -11,6 +11,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "kernels/cpu"
 SOURCES = ("linear", "pool", "dispatch", "isa_scalar")
+ALSO_READ = ("types.h", "formats.h", "generic.h", "linear.h", "pool.h", "isa_avx2.cpp", "isa_avx512.cpp")
 COMMON = [
     "-std=c++17",
     "-O3",
@@ -58,7 +59,7 @@ if __name__ == "__main__":
             Extension(
                 "ktopt.kernels.cpu._cpu",
                 [f"{FOLDER}/{name}.cpp" for name in ("module", *SOURCES)],
-                depends=[f"{FOLDER}/{name}.h" for name in ("types", "formats", "generic", "linear", "pool")],
+                depends=[f"{FOLDER}/{name}" for name in ALSO_READ],
                 extra_compile_args=COMMON,
                 extra_link_args=["-pthread"],
                 py_limited_api=True,

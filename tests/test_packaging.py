@@ -1,5 +1,6 @@
 """The folders at the root install as ktopt's subpackages: map, links and disk agree, and importing ktopt stays light."""
 
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,13 @@ def test_each_mapped_folder_has_its_link_and_its_entry(folder: str) -> None:
     assert link.is_symlink()
     assert link.resolve() == ROOT / folder
     assert SETUP["package-dir"][f"ktopt.{folder}"] == folder
+
+
+def test_the_extension_names_every_file_of_the_cpu_kernels() -> None:
+    pytest.importorskip("setuptools")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    named = {f"{name}.cpp" for name in ("module", *setup["SOURCES"])} | set(setup["ALSO_READ"])
+    assert named == {path.name for path in (ROOT / "kernels" / "cpu").iterdir() if path.suffix in (".cpp", ".h")}
 
 
 def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
