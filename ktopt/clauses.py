@@ -37,8 +37,8 @@ def modules_taken(rule: Rule, graph: ModuleGraph, around: Surroundings) -> int:
     refuse_given_up(rule, graph)
     try:
         return _by_name_and_class(rule.match, graph)
-    except PatternTimeout:
-        give_up(rule, graph)
+    except PatternTimeout as error:
+        give_up(rule, graph, error)
         raise
 
 
@@ -53,8 +53,8 @@ def places_taken(rule: Rule, selector: Selector, graph: ModuleGraph, around: Sur
         return kept[1]
     try:
         places = selector.evaluate_places(index, graph.config, around)
-    except PatternTimeout:
-        give_up(rule, graph)
+    except PatternTimeout as error:
+        give_up(rule, graph, error)
         raise
     if len(index.selected) >= MOST_KEPT:
         index.selected.clear()
@@ -98,8 +98,10 @@ def _find_by_name_and_class(name: str | None, written: str | None, graph: Module
     return set_of(found, size) | spans & of_class
 
 
-def give_up(rule: Rule, graph: ModuleGraph) -> None:
-    """Remember that the rule's pattern, or its selector, takes too long on this tree."""
+def give_up(rule: Rule, graph: ModuleGraph, error: PatternTimeout) -> None:
+    """Remember that the rule's pattern, or its selector, takes too long on this tree, unless it is others that used up the time."""
+    if not error.own:
+        return
     known = index_of(graph).gave_up
     if len(known) >= MOST_KEPT:
         known.clear()

@@ -14,13 +14,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from math import log2
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 from ktopt.diagnostics import KtoptError
 
 BUDGET_S = 0.5
-"""Seconds that one pattern may take over a whole model, in all that a run does with it."""
+"""Seconds that one pattern may take over a whole model, in all that a run does with it. They are the processor's, so that a busy
+machine finds what an idle one does."""
+
+TOTAL_S = 1.0
+"""Seconds that all patterns of one run may take together which backtrack at all."""
 
 MAX_LENGTH = 4000
 MAX_REPEATED = 2000
@@ -46,14 +50,19 @@ class PatternError(KtoptError):
 
 
 class PatternTimeout(KtoptError):
-    """A pattern that took more than its budget of BUDGET_S seconds."""
+    """A pattern that took more than its budget of BUDGET_S seconds, or (`own` is False) was given up because it and those before it
+    took more than TOTAL_S together."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, own: bool = True) -> None:
+        remedy = "keep one `.*` where there are several, and none inside a repeated group"
         super().__init__(
-            f"the pattern {text!r} took more than {BUDGET_S:g} s: its repeats overlap, so that it backtracks for ever; "
-            "keep one `.*` where there are several, and none inside a repeated group"
+            f"the pattern {text!r} took more than {BUDGET_S:g} s: its repeats overlap, so that it backtracks for ever; {remedy}"
+            if own
+            else f"the pattern {text!r} was given up: the patterns up to it took more than {TOTAL_S:g} s together, as those do whose "
+            f"repeats overlap; {remedy}"
         )
         self.text = text
+        self.own = own
 
 
 class Pattern:
@@ -86,47 +95,66 @@ class Pattern:
         return bool(self._fullmatch(s))
 
 
-class _Clock:
-    """What a pattern has spent of its budget."""
+class _Purse:
+    """The time that the patterns of a run have left together, and the clock of each."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self) -> None:
+        self.left_s = TOTAL_S
+        self.clocks: dict[str, _Clock] = {}
+
+
+class _Clock:
+    """What a pattern has spent of its own budget and of the purse."""
+
+    def __init__(self, text: str, purse: _Purse) -> None:
+        self.text, self.purse = text, purse
         self.left_s = BUDGET_S
 
     def watch(self, find: Callable[..., object], timed: bool) -> Finder:
+        purse = self.purse
+
         def watched(s: str) -> object:
-            if self.left_s <= 0:
-                raise PatternTimeout(self.text)
-            start = perf_counter()
+            left = min(self.left_s, purse.left_s)
+            if left <= 0:
+                raise self.timeout()
+            start = thread_time()
             try:
-                return find(s, timeout=self.left_s) if timed else find(s)
+                return find(s, timeout=left) if timed else find(s)
             except TimeoutError:
-                raise PatternTimeout(self.text) from None
+                self.left_s -= left  # the search was stopped by the wall clock
+                purse.left_s -= left
+                raise self.timeout() from None
             finally:
-                self.left_s -= perf_counter() - start
+                spent = thread_time() - start
+                self.left_s -= spent
+                purse.left_s -= spent
 
         return watched
 
+    def timeout(self) -> PatternTimeout:
+        return PatternTimeout(self.text, own=self.left_s <= 0)
 
-_clocks: ContextVar[dict[str, _Clock] | None] = ContextVar("_clocks", default=None)
+
+_purse: ContextVar[_Purse | None] = ContextVar("_purse", default=None)
 
 
 @contextmanager
 def shared_budgets() -> Iterator[None]:
-    """Within this, a text has one budget however often it is compiled; one within another changes nothing."""
-    if _clocks.get() is not None:
+    """Within this, a text has one budget however often it is compiled, and all texts have one together; one within another changes
+    nothing."""
+    if _purse.get() is not None:
         yield
         return
-    token = _clocks.set({})
+    token = _purse.set(_Purse())
     try:
         yield
     finally:
-        _clocks.reset(token)
+        _purse.reset(token)
 
 
 def _clock_of(text: str) -> _Clock:
-    shared = _clocks.get()
-    return _Clock(text) if shared is None else shared.setdefault(text, _Clock(text))
+    shared = _purse.get()
+    return _Clock(text, _Purse()) if shared is None else shared.clocks.setdefault(text, _Clock(text, shared))
 
 
 def compile_pattern(text: str) -> Pattern:
@@ -137,7 +165,7 @@ def compile_pattern(text: str) -> Pattern:
 @lru_cache(maxsize=1024)
 def _compiled(text: str) -> tuple[re.Pattern[str], float]:
     if len(text) > MAX_LENGTH:
-        raise PatternError(f"it has {len(text)} characters; at most {MAX_LENGTH} are read", MAX_LENGTH)
+        raise PatternError(f"it is too long: {len(text):,} characters, of which at most {MAX_LENGTH:,} are read", MAX_LENGTH)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of "[[", which would go to the terminal with ktopt's own source line
