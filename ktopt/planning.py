@@ -15,7 +15,7 @@ from ktopt import __version__
 from ktopt.diagnostics import Report, UsageError
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.match import Decision, Matches
-from ktopt.operator import PREFILL, OperatorConfig, OperatorSpec, op_on, without_effect
+from ktopt.operator import PREFILL, Op, OperatorConfig, OperatorSpec, op_on, without_effect
 from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.registry import find
@@ -272,7 +272,21 @@ class _Planner:
                     changes[f.name] = chosen.name  # nobody asked for an op: the default is the best one that runs there
                 elif chosen is not spec.ops[value]:
                     runs[value] = (chosen.name, why)
+                    if f.name == "generate_op" and not self.options.remap:
+                        self._check_op(rule, spec.ops[value], chosen, generate)
         return dataclasses.replace(config, **changes), runs
+
+    def _check_op(self, rule: Rule, asked: Op, chosen: Op, device: str) -> None:
+        """KT406: the op that a rule names doesn't run where its modules are; without a remapping that is a mistake."""
+        kind = device_kind(device)
+        if kind in asked.devices:
+            return
+        self.report.error(
+            "KT406",
+            f"rule {rule.number} kwargs.generate_op: {asked.name} runs on {', '.join(asked.devices)} only, its modules are on {device}",
+            rule.replace.kwarg_origins.get("generate_op", rule.replace.origin),
+            help=f"name {chosen.name} for {kind}, or place the modules on {' or '.join(asked.devices)}",
+        )
 
     def _tie(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         """A parameter that is another's tensor (a tied lm_head the embedding's) costs nothing on that one's device."""

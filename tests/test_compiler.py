@@ -170,7 +170,7 @@ def test_a_head_that_its_class_ties_costs_nothing_beside_the_embedding(device: s
 
 
 def test_experts_that_upstream_keeps_on_the_cpu_split_no_layer() -> None:
-    rest = "- match: {name: '^model.layers.'}\n  replace: {class: default, kwargs: {generate_device: 'cuda:1', prefill_device: 'cuda:1'}}\n"
+    rest = "- match: {name: '^model.layers.'}\n  replace: {class: default, kwargs: {generate_device: 'cuda:1'}}\n"
     report = ktopt.check(SourceFile("r.yaml", EXPERTS + rest), "mixtral-8x7b")
     assert [d.code for d in report.errors] == []
 
@@ -178,3 +178,12 @@ def test_experts_that_upstream_keeps_on_the_cpu_split_no_layer() -> None:
 def test_a_file_that_moves_only_the_experts_leaves_nothing_behind() -> None:
     report = ktopt.check(SourceFile("r.yaml", EXPERTS), "mixtral-8x7b")
     assert "KT603" not in {d.code for d in report}
+
+
+def test_an_op_that_can_not_run_in_its_place_is_an_error_without_a_remapping() -> None:
+    rule = "{match: '@lm_head', replace: KTransformersLinear, kwargs: {generate_op: KLinearMarlin}}"
+    text = f"version: 1\nplace: {{cpu: '@**'}}\nrules: [{rule}]\n"
+    found = [d for d in ktopt.check(SourceFile("r.yaml", text), "llama-3.1-8b") if d.code == "KT406"]
+    assert [(d.severity, d.span.start.line) for d in found] == [("error", 3)]
+    moved = text.replace("{cpu:", "{'cuda:0':")
+    assert compiled(moved, "llama-3.1-8b", remap={"cuda": "cpu"}).errors == ()
