@@ -1,4 +1,4 @@
-"""Random weights in GGML's storage types: valid blocks whose scales are ordinary numbers, and what gguf makes of them."""
+"""Random weights in GGML's storage types: valid blocks whose scales are ordinary numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
@@ -30,8 +30,3 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator, 
         drawn = rng.standard_normal((len(blocks), 1)) if scales is None else rng.choice(scales, (len(blocks), 1))
         blocks[:, place : place + 2] = drawn.astype(np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
-
-
-def dequantized(kind: str, raw: np.ndarray, columns: int) -> torch.Tensor:
-    """float32 (rows, columns), by the gguf package."""
-    return torch.from_numpy(np.array(quants.dequantize(raw, GGMLQuantizationType[kind]), dtype=np.float32)).reshape(-1, columns)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from apply_fixtures import PROMPT, hand_plan, make_model, source_of
-from quantized import block_elements, dequantized, random_blocks
+from quantized import block_elements, random_blocks
 from torch import nn
 
 from ktopt.applying import apply_plan
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import Module, ModuleClass, Tensor
 from ktopt.implementation import BuildContext
-from ktopt.kernels import cpu
+from ktopt.kernels import cpu, reference
 from ktopt.operators.modules import linear as linear_module
 from ktopt.operators.modules.linear import KTransformersLinear
 from ktopt.operators.modules.linear_cpu import FEW_TOKENS, KLinearCPUInfer
@@ -41,7 +41,7 @@ class Stored:
     def __init__(self, columns: int, *parts: tuple[str, int]) -> None:
         rng = np.random.default_rng(0)
         self.parts = [(kind, (rows, columns), random_blocks(kind, rows, columns, rng)) for kind, rows in parts]
-        self.weight = torch.cat([dequantized(kind, data, columns) for kind, _, data in self.parts])
+        self.weight = torch.cat([reference.weight(kind, data, columns) for kind, _, data in self.parts])
 
     def raw(self, name: str) -> list[Any]:
         assert name == f"{PATH}.weight"
@@ -74,7 +74,7 @@ def made(tensors: Any, dtype: torch.dtype = torch.float32, bias: bool = False) -
 
 def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, relative: float = 0.03) -> bool:
     """Whether a product is right but for rounding to 8 bits or bfloat16."""
-    expected = x.double() @ weight.double().T
+    expected = reference.linear(x, weight)
     return bool((found - expected).norm() <= relative * expected.norm())
 
 
