@@ -110,6 +110,10 @@ def _on_model(
     storage = _storage(weights, model, graph) if ruleset.asks_storage else None
     matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
+    if weights is not None:
+        from ktopt.weight_checks import check_weights
+
+        check_weights(matches, weights, report)
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = make_plan(ruleset, graph, matches, options, report)

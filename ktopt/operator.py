@@ -31,6 +31,7 @@ def option(
     ignored_when: Callable[[Any], str] | None = None,
     read_by: tuple[str, ...] = (),
     minimum: int | None = None,
+    maximum: int | None = None,
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
     """A field of an OperatorConfig.
@@ -42,7 +43,7 @@ def option(
     ignored   accepted because upstream files carry it, but nothing reads it: why, in words
     ignored_when   of a value: why this value has no effect here, or "" where it has
     read_by   the inner ops that read it, where not all do
-    minimum   the least value of a number
+    minimum, maximum   the least and the greatest value of a number
     """
     meta = {
         "help": help,
@@ -53,6 +54,7 @@ def option(
         "ignored_when": ignored_when,
         "read_by": read_by,
         "minimum": minimum,
+        "maximum": maximum,
     }
     if default_factory is not dataclasses.MISSING:
         return field(default_factory=default_factory, metadata=meta)
@@ -299,7 +301,7 @@ def without_effect(config: OperatorConfig) -> list[str]:
 
 
 def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[str, Any]) -> tuple[Problem | None, Any]:
-    if not _is_a(value, hint):
+    if not is_a(value, hint):
         wanted = f"the name of an op of {spec.name} ({', '.join(spec.ops)})" if meta.get("op") else describe_type(hint)
         written = f"'{value}'" if isinstance(value, str) else yaml_text(value)
         return Problem(key, "type", f"`{key}` must be {wanted}, not {written}"), value
@@ -322,17 +324,18 @@ def _check(spec: OperatorSpec, key: str, value: Any, hint: Any, meta: Mapping[st
     return None, value
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def is_a(value: Any, hint: Any) -> bool:
+    """Whether a value read from YAML is of an annotated type; a whole number is a number, true and false are none."""
     origin = typing.get_origin(hint)
     if hint is Any:
         return True
     if origin in (typing.Union, types.UnionType):
-        return any(_is_a(value, part) for part in typing.get_args(hint))
+        return any(is_a(value, part) for part in typing.get_args(hint))
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
     if origin is dict:
         key_type, value_type = typing.get_args(hint)
-        return isinstance(value, dict) and all(_is_a(k, key_type) and _is_a(v, value_type) for k, v in value.items())
+        return isinstance(value, dict) and all(is_a(k, key_type) and is_a(v, value_type) for k, v in value.items())
     if hint is type(None):
         return value is None
     if hint in (int, float) and isinstance(value, bool):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ktopt import registry
-from ktopt.operator import OperatorSpec, field_types
+from ktopt.operator import OperatorConfig, OperatorSpec, field_types
 from ktopt.placement import DTYPES
 from ktopt.plan import FORMAT, Plan, Step
 
@@ -31,28 +31,34 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
 
 def operator_schema(spec: OperatorSpec) -> dict[str, Any]:
     """The schema of one operator's kwargs, every accepted spelling of a key included."""
-    config: Any = spec.config
-    hints = field_types(config)
+    return options_schema(spec.config, spec.summary, spec.ops)
+
+
+def options_schema(config: type[OperatorConfig], description: str, ops: Iterable[str] = ()) -> dict[str, Any]:
+    """The schema of a mapping of options; `ops` is what those take that name an inner op."""
+    fields: Any = config
+    hints = field_types(fields)
     properties: dict[str, Any] = {}
     required = []
-    for f in dataclasses.fields(config):
-        option = _option(spec, f, hints[f.name])
+    for f in dataclasses.fields(fields):
+        option = _option(ops, f, hints[f.name])
         properties[f.name] = option
         for alias in f.metadata.get("aliases", ()):
             properties[alias] = {**option, "description": f"another spelling of {f.name}: {option.get('description', '')}"}
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             required.append(f.name)
-    schema = {"type": "object", "description": spec.summary, "properties": properties, "additionalProperties": False}
+    schema = {"type": "object", "description": description, "properties": properties, "additionalProperties": False}
     return {**schema, "required": required} if required else schema
 
 
-def _option(spec: OperatorSpec, f: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+def _option(ops: Iterable[str], f: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     is_device = f.metadata.get("device") or dict[int, str] in (hint, *typing.get_args(hint))
     schema = type_schema(hint, {"type": "string", "pattern": DEVICE_PATTERN} if is_device else None)
     if f.metadata.get("op"):
-        schema = {"enum": list(spec.ops)}
-    if f.metadata.get("minimum") is not None:
-        schema["minimum"] = f.metadata["minimum"]
+        schema = {"enum": list(ops)}
+    for bound in ("minimum", "maximum"):
+        if f.metadata.get(bound) is not None:
+            schema[bound] = f.metadata[bound]
     help = f.metadata.get("help", "")
     if f.metadata.get("ignored"):
         help += f" (has no effect: {f.metadata['ignored']})"

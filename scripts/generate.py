@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() not in (ROOT, ROOT / "scripts")]
 
 from ktopt.codes import render_codes  # noqa: E402
+from ktopt.config import config_schema  # noqa: E402
 from ktopt.operator import REGISTERED, Op, OperatorSpec, describe_type, field_types  # noqa: E402
 from ktopt.operators import DECLARATIONS  # noqa: E402
 from ktopt.schema import operator_schema, plan_schema, ruleset_schema  # noqa: E402
@@ -118,6 +119,7 @@ def outputs() -> dict[str, str]:
     return {
         "schemas/catalogue.json": as_json(names),
         "schemas/ruleset.schema.json": as_json(ruleset_schema()),
+        "schemas/config.schema.json": as_json(config_schema()),
         "schemas/plan.schema.json": as_json(plan_schema()),
         "schemas/operators.schema.json": as_json({spec.name: operator_schema(spec) for spec in operators()}),
         "docs/operators.md": operators_page(),

@@ -27,7 +27,8 @@ def build(name: str, entry: dict[str, Any]) -> bytes:
     model = build_meta_model(entry["config"], name)
     head = {key: entry[key] for key in ("hf_repo", "config")}
     tree = treefile.encode(rows_of(model))
-    return treefile.pack({"format": FORMAT, "name": name, "transformers": installed("transformers"), "tied": ties_of(model), **head, **tree})
+    made_by = {"name": name, "transformers": installed("transformers")}
+    return treefile.pack({"format": FORMAT, **made_by, "tied": ties_of(model), **head, **tree})
 
 
 def imported(file: Path) -> dict[str, dict[str, Any]]:

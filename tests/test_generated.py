@@ -18,6 +18,7 @@ GENERATED = (
     "schemas/catalogue.json",
     "schemas/ruleset.schema.json",
     "schemas/plan.schema.json",
+    "schemas/config.schema.json",
     "schemas/operators.schema.json",
     "docs/operators.md",
     "docs/codes.md",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ktopt.checking.settings import ALL_CODES, UNREADABLE, CodeFilter
 from ktopt.compiler import Compilation, run_stages
-from ktopt.diagnostics import Diagnostic, Severity
+from ktopt.diagnostics import Diagnostic, Report, Severity
+from ktopt.parse import parse
 from ktopt.render.checked import Checked
 from ktopt.source import SourceFile
 
@@ -53,6 +54,7 @@ class FileCheck:
     compilations  what the stages made, by model; one, named "", where there is no model
     checked       what was found on each model
     is_imported   another file of the same run imports it
+    is_config     it is a long-context config, which no stage takes
     """
 
     file: str
@@ -63,6 +65,7 @@ class FileCheck:
     checked: tuple[Checked, ...]
     target: Target
     is_imported: bool = False
+    is_config: bool = False
 
     def fails(self, diagnostic: Diagnostic) -> bool:
         """Whether a finding fails the run."""
@@ -79,7 +82,8 @@ def check_file(source: SourceFile, target: Target, *, is_imported: bool = False)
     """Check a rule file's text. Ignore comments of a file that others of the same run import may be for those, and are never called
     unused."""
     trees = target.models or (("", None),)
-    compilations = {name: run_stages(source, tree, **target.options) for name, tree in trees}
+    config = _as_config(source)
+    compilations = {name: config or run_stages(source, tree, **target.options) for name, tree in trees}
     sources: dict[str, SourceFile] = {}
     for compilation in compilations.values():
         sources |= compilation.document.sources
@@ -91,9 +95,28 @@ def check_file(source: SourceFile, target: Target, *, is_imported: bool = False)
     about = _about_comments(source, comments, compilations, target, is_imported)
     kept = {name: target.codes.apply(sorted([*ds, *about], key=lambda d: d.sort_key)) for name, ds in found.items()}
     checked = tuple(
-        Checked(source.path, name, tuple(ds), _skipped(compilations[name], target), target.fail_on) for name, ds in kept.items()
+        Checked(source.path, name, tuple(ds), _skipped(compilations[name], target, config is not None), target.fail_on)
+        for name, ds in kept.items()
     )
-    return FileCheck(source.path, source, sources, tuple(_joined(kept)), compilations, checked, target, is_imported)
+    return FileCheck(
+        source.path, source, sources, tuple(_joined(kept)), compilations, checked, target, is_imported, config is not None
+    )
+
+
+def _as_config(source: SourceFile) -> Compilation | None:
+    """The check of a long-context config file, which knows of no stage and no model; None for any other file."""
+    if not ("model" in source.text or "long_context" in source.text or "kvc2" in source.text):
+        return None
+    from ktopt.config_file import check_config, is_config, may_be_config
+
+    if not may_be_config(source):
+        return None
+    report = Report()
+    document = parse(source, report)
+    if not is_config(document):
+        return None
+    check_config(document, report)
+    return Compilation(document, None, None, None, None, report)
 
 
 def unreadable(file: str, diagnostics: Iterable[Diagnostic], target: Target) -> FileCheck:
@@ -151,8 +174,10 @@ def _lock(compilation: Compilation, target: Target) -> list[Diagnostic]:
     return check_lock(compilation.ruleset, compilation.plan)
 
 
-def _skipped(compilation: Compilation, target: Target) -> dict[str, str]:
+def _skipped(compilation: Compilation, target: Target, is_config: bool) -> dict[str, str]:
     """The classes of checks that did not run on a model, and why."""
+    if is_config:
+        return dict.fromkeys(("KT3", "KT4", "KT5", "KT6", "KT7"), "a config has no rules")
     if compilation.document.root is None:
         return _not_reached()
     if not target.models:

@@ -240,6 +240,9 @@ def _fixable(found: list[Diagnostic]) -> str:
 
 
 def _not_checked(checks: list[FileCheck]) -> str:
+    checks = [check for check in checks if not check.is_config]
+    if not checks:
+        return ""
     if not any(check.target.models for check in checks):
         return " Selection and placement are checked with --model only."
     stopped = sum(1 for c in checks if c.target.models and any(one.matches is None for one in c.compilations.values()))
