@@ -8,6 +8,7 @@ and devices is worked out again. What only rules can tell (which operator, which
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 
 from ktopt import registry
 from ktopt.diagnostics import KtoptError
-from ktopt.graph import Module, ModuleGraph
+from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.operator import OperatorConfig, OperatorSpec, build_config, op_on
 from ktopt.placement import DTYPES, device_kind
 from ktopt.plan import Plan, Step
 from ktopt.plan_json import PlanFileError, load_plan
 from ktopt.versions import installed
 
+_SHARES = re.compile(r"shares its (\w+) with (\S+)")
 SHOWN = 4
 """How many of many alike findings a message lists."""
 COUNTED = {"ktopt": 2, "transformers": 1}
@@ -118,7 +120,6 @@ class _StepCheck:
         self.plan, self.graph = plan, graph
         self._configs: dict[str, tuple[OperatorSpec | None, OperatorConfig | None, str]] = {}
         self._bytes: dict[tuple[Any, ...], set[int]] = {}
-        self._tied = bool(graph.tied)
 
     def config(self, step: Step) -> tuple[OperatorSpec | None, OperatorConfig | None, str]:
         """A row's operator and config, or what is wrong with them."""
@@ -174,9 +175,20 @@ class _StepCheck:
         if key not in self._bytes:
             self._bytes[key] = set(_footprints(spec, config, module, step.dtype))
         allowed = self._bytes[key]
-        tied = self._tied and step.path.endswith("lm_head") and step.weight_bytes == 0
-        if step.weight_bytes not in allowed and not tied:
+        if step.weight_bytes not in allowed and step.weight_bytes + self._shared(step, module) not in allowed:
             yield f"weight_bytes {step.weight_bytes}, and its tensors take {min(allowed)}"
+
+    def _shared(self, step: Step, module: Module) -> int:
+        """Bytes of the tensors that a row says it shares with another's, where they could be one. Whether they are, a model on the
+        meta device can't always tell: transformers ties weights once they are loaded."""
+        shared = 0
+        for leaf, owner in (found.groups() for note in step.notes if (found := _SHARES.fullmatch(note))):
+            other = self.plan.by_path.get(owner)
+            theirs = {t.name: t.shape for t in self.graph.by_path[owner].tensors} if other else {}
+            tensor = next((t for t in module.tensors if t.name == leaf), None)
+            if other and tensor and theirs.get(leaf) == tensor.shape and other.generate_device == step.generate_device:
+                shared += tensor.numel * ITEM_BYTES[step.dtype if "float" in tensor.dtype else tensor.dtype]
+        return shared
 
 
 def _config_of(step: Step) -> tuple[OperatorSpec | None, OperatorConfig | None, str]:
