@@ -46,13 +46,13 @@ def apply(
     if in_hand is None and weights is None:
         weights = _own_weights(model)
     if not isinstance(plan, Plan):
-        plan = _plan(plan, model if model is not None else weights, options, force)
+        plan = _plan(plan, model if model is not None else weights, weights, options, force)
     elif options:
         raise UsageError(f"a plan settles {', '.join(sorted(options))} already; give them to compile instead")
     return apply_plan(plan, in_hand, weights, force=force, progress=progress)
 
 
-def _plan(given: SourceFile | str | os.PathLike[str], model: Any, options: dict[str, Any], force: bool) -> Plan:
+def _plan(given: SourceFile | str | os.PathLike[str], model: Any, weights: Any, options: dict[str, Any], force: bool) -> Plan:
     if isinstance(given, (str, os.PathLike)) and os.fspath(given).endswith(".json"):
         from ktopt.plan_check import open_plan
 
@@ -63,7 +63,7 @@ def _plan(given: SourceFile | str | os.PathLike[str], model: Any, options: dict[
         return open_plan(given, force)
     if model is None:
         raise UsageError("a rule file needs a model: one in hand, a name, a folder, a config.json or a GGUF file")
-    return compile(given if isinstance(given, SourceFile) else Path(given), model, **options)
+    return compile(given if isinstance(given, SourceFile) else Path(given), model, weights=weights, **options)
 
 
 def _own_weights(model: Any) -> Path | None:

@@ -14,7 +14,9 @@ from ktopt.graph import Module, ModuleGraph
 from ktopt.operator import nearest, yaml_text
 from ktopt.pattern import compile_pattern
 from ktopt.ruleset import NameClass, Rule, RuleSet
-from ktopt.selector.expression import AllOf, Expression, Minus, Ref
+from ktopt.selector.expression import AllOf, Equal, Expression, Minus, Order, Ref, Unequal
+from ktopt.selector.expression import Matches as Regex
+from ktopt.selector.fields import about_storage
 from ktopt.source import Origin
 from ktopt.treeindex import is_a
 
@@ -230,6 +232,10 @@ def _failing(part: Expression, selector: Selector, module: Module, matches: Matc
             return _failing(part.parts[0], selector, module, matches)
         case Minus():
             return [f"{p} takes it out" for p in part.parts[1:] if holds(p)]
+        case Equal() | Unequal() | Regex() | Order() if matches.around.lacks(part.field):
+            return [
+                f"whether {part} holds is not known: {'give --weights' if about_storage(part.field) else 'plan with --hardware'}"
+            ]
         case _:
             return [f"{part} does not hold"]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import ktopt
 from ktopt.diagnostics import Diagnostic
 from ktopt.hardware import load_hardware
 from ktopt.source import SourceFile
+from ktopt.trees import load_tree
 
 GPU, CPU = "1x24GB", "cpu"
 IDIOM = """version: 1
@@ -123,3 +126,23 @@ def test_the_plan_follows_the_rule_that_may_hold_and_says_what_is_not_known() ->
     assert compilation.matches.needs_hardware == (0,)
     assert compilation.plan.by_path["model.layers.3.mlp.up_proj"].rule == 0
     assert any("--hardware" in note for note in compilation.plan.notes)
+
+
+SLOW = "^(([a-z_.0-9])+.)+[A-Z]([a-z])+$"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"version: 1\nrules: [{{match: {{name: '{SLOW}'}}, replace: default, expect: 3}}]\n",
+        f"version: 1\nrules: [{{match: {{name: '{SLOW}'}}, replace: default, when: 'hw.cuda_sm >= 80'}}]\n",
+        f"- match: {{name: '{SLOW}'}}\n  replace: {{class: default}}\n",
+        f"- {{match: {{name: '.'}}, replace: {{class: default}}}}\n- match: {{name: '{SLOW}'}}\n  replace: {{class: default}}\n",
+    ],
+)
+def test_a_pattern_that_takes_too_long_is_that_and_nothing_else_within_a_second(text: str) -> None:
+    graph = load_tree("deepseek-v3")
+    start = time.process_time()
+    report = ktopt.check(SourceFile("r.yaml", text), graph)
+    assert time.process_time() - start < 1
+    assert [d.code for d in report] == ["KT304"]

@@ -144,7 +144,7 @@ def test_what_is_wrong_has_a_code_a_place_and_words(text: str, code: str, line: 
     (kwargs("KDeepseekV2Model", "per_layer_prefill_intput_threshold: 30000"), "KT408", "has no effect"),
     (kwargs("flashinfer_attn", "absorb_for_prefill: false"), "KT408", "has no effect"),
     (kwargs("KQwen3MoeAttention", "chunck_size: 256"), "KT408", "takes a prompt whole"),
-    (kwargs("KMoEGateQwen2Moe", "use_quant: true"), "KT408", "a quantised router is not in this version"),
+    (kwargs("KMoEGateQwen2Moe", "use_quant: true"), "KT408", "`use_quant: true` has no effect: the router's own"),
     (kwargs("KTransformersLinear", "generate_op: KLinearTorch, num_bits: 8"), "KT408", "only KLinearMarlin and VLinearMarlin"),
     (kwargs("KTransformersLinear", "generate_op: KLinearTorch, precision: nf4"), "KT408", "only KLinearIPEXLLM reads it"),
     (kwargs("KTransformersLinear", "generate_op: KLinearCPUInfer, stride: 8"), "KT408", "divide the work"),

@@ -55,6 +55,24 @@ def selects(text: str, lets: dict[str, Any] | None = None, *, when: bool = False
     return found
 
 
+def test_the_winner_s_own_clauses_are_shown_with_their_lines() -> None:
+    found = why("model.layers.4.mlp.experts")
+    assert [(c.key, c.text, c.origin.span.start.line) for c in found.clauses] == [
+        ("name", r"\.mlp\.experts$", 32),
+        ("recursive", "false", 31),
+    ]
+    assert r"name: \.mlp\.experts$" in found.render()
+    selected = why("lm_head", rule(selector=selects("class=Linear"), when=selects("hw.cuda_sm >= 80", when=True), expect=3))
+    assert [(c.key, c.text) for c in selected.clauses] == [("match", "class=Linear"), ("when", "hw.cuda_sm >= 80"), ("expect", "3")]
+    assert why("model.norm", rule("nowhere")).clauses == ()
+
+
+def test_what_is_not_known_is_not_said_to_fail() -> None:
+    found = why("lm_head", rule(selector=selects("class=Linear & quant=Q4_K")), rule(selector=selects("hw.cuda_sm >= 80")))
+    assert lost(found)[1].reason == "whether quant=Q4_K holds is not known: give --weights"
+    assert lost(found)[2].reason == "whether hw.cuda_sm >= 80 holds is not known: plan with --hardware"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

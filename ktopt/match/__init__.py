@@ -40,7 +40,7 @@ def match_in(ruleset: RuleSet, graph: ModuleGraph, around: Surroundings, report:
     walk = Walk(ruleset.rules, graph, ready, places, report)
     decisions = walk.run()
     failed = {rule.index for rule in ruleset.rules if active[rule.index] is not False} - {c.rule for c in ready} | walk.failed
-    return Matches(ruleset, graph, decisions, active, around, failed, places)
+    return Matches(ruleset, graph, decisions, active, around, failed, placed=places)
 
 
 def _is_active(rule: Rule, graph: ModuleGraph, around: Surroundings, report: Report) -> bool | None:

@@ -46,6 +46,7 @@ class Matches:
     active      whether each rule applies on this hardware; None where that isn't known, and the rule is then treated as active
     around      what is known of the machine and of the weights
     failed      rules whose pattern took too long, which take nothing; it grows as more is asked
+    slow        why those failed that did so after matching was done
     placed      what `place:` says; None where the file has none
     """
 
@@ -55,6 +56,7 @@ class Matches:
     active: tuple[bool | None, ...]
     around: Surroundings = NOTHING
     failed: set[int] = field(default_factory=set, repr=False)
+    slow: dict[int, PatternError | PatternTimeout] = field(default_factory=dict, repr=False)
     placed: Placed | None = None
     _takes: dict[int, int] = field(default_factory=dict, repr=False)
     _won: dict[int, int] = field(default_factory=dict, repr=False)
@@ -68,8 +70,9 @@ class Matches:
         if found is None:
             try:
                 found = modules_taken(self.ruleset.rules[rule_index], self.graph, self.around)
-            except (PatternError, PatternTimeout):
+            except (PatternError, PatternTimeout) as error:
                 self.failed.add(rule_index)
+                self.slow[rule_index] = error
                 return 0
             self._takes[rule_index] = found
         return found

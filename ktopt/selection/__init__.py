@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ktopt.diagnostics import Report
 from ktopt.match import Matches, report_pattern
-from ktopt.pattern import PatternTimeout
-from ktopt.ruleset import NameClass
 from ktopt.selection.architectures import check_architectures
 from ktopt.selection.branches import branches_of, check_branches
 from ktopt.selection.layers import check_layers
@@ -38,9 +36,5 @@ def check_selection(matches: Matches, report: Report) -> None:
 def _report_slow(matches: Matches, report: Report) -> None:
     """KT304 for each rule whose pattern takes too long over the whole tree, though it may not have over what was left to it."""
     for rule in matches.ruleset.rules:
-        if matches.active[rule.index] is False or rule.index in matches.failed:
-            continue
-        matches.takes(rule.index)
-        if rule.index in matches.failed:
-            text = rule.match.name or "" if isinstance(rule.match, NameClass) else rule.match.text
-            report_pattern(rule, PatternTimeout(text), report)
+        if matches.active[rule.index] is not False and not matches.takes(rule.index) and rule.index in matches.slow:
+            report_pattern(rule, matches.slow[rule.index], report)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ktopt.diagnostics import Report, Severity
 from ktopt.graph import ModuleGraph
-from ktopt.match import Matches
+from ktopt.match import Matches, report_pattern
 from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
 from ktopt.pattern.check import pattern_fix
 from ktopt.pattern.numbers import in_words, number_regex
@@ -85,7 +85,11 @@ def _check_beyond(rule: Rule, name: str, matches: Matches, report: Report) -> No
     count = matches.graph.layer_count
     written = {int(n) for part in _NUMBER.finditer(name) for n in _LITERAL_NUMBER.findall(part[1]) if len(n) < 6}
     candidates = {n for n in written if n >= count}
-    beyond = candidates.intersection(layers_beyond(name, matches.graph)) if candidates else set()
+    try:
+        beyond = candidates.intersection(layers_beyond(name, matches.graph)) if candidates else set()
+    except PatternTimeout as error:
+        report_pattern(rule, error, report)
+        return
     report_beyond(f"rule {rule.number}", beyond, _origin(rule), matches.graph, report)
 
 

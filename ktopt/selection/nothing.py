@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ktopt.clauses import give_up
 from ktopt.diagnostics import Edit, Fix, Related
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches
 from ktopt.operator import nearest
-from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
+from ktopt.pattern import PatternTimeout, compile_pattern
 from ktopt.pattern.check import literal_backslash
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.ruleset import NameClass, Rule
@@ -36,9 +37,15 @@ class Finding:
 
 
 def explain_nothing(rule: Rule, matches: Matches) -> Finding:
-    """The finding for a rule that selects no module: KT301, or KT306 or KT308 where that is the reason."""
+    """The finding for a rule that selects no module: KT301, or KT306 or KT308 where that is the reason. KT304 where its pattern
+    takes too long for that to be found out."""
     if isinstance(rule.match, NameClass):
-        return _by_name_and_class(rule, rule.match, matches.graph)
+        try:
+            return _by_name_and_class(rule, rule.match, matches.graph)
+        except PatternTimeout as error:
+            give_up(rule, matches.graph, error)
+            matches.failed.add(rule.index)
+            return Finding("KT304", f"rule {rule.number}: {error}", rule.match.name_origin or rule.match_origin)
     selector = rule.match
     message = f"rule {rule.number} matches nothing: no module is in `{selector.text}`"
     return Finding("KT301", message, rule.match_origin, near_names(selector, matches.graph))
@@ -96,10 +103,7 @@ def _of_class(written: str, graph: ModuleGraph) -> list[int]:
 
 def _of_name(name: str, graph: ModuleGraph) -> list[int]:
     pattern = compile_pattern(name)
-    try:
-        return [m.index for m in graph if pattern.search(m.path)]
-    except PatternTimeout:
-        return []
+    return [m.index for m in graph if pattern.search(m.path)]
 
 
 def segments(graph: ModuleGraph) -> set[str]:
@@ -138,17 +142,14 @@ def _near_words(name: str, graph: ModuleGraph) -> str | None:
 
 
 def layers_beyond(name: str, graph: ModuleGraph) -> list[int]:
-    """The numbers past the model's last layer that the pattern would take, were there such layers."""
+    """The numbers past the model's last layer that the pattern would take, were there such layers. PatternTimeout."""
     count = graph.layer_count
     if not count:
         return []
-    try:
-        pattern = compile_pattern(name)
-        last = [m.path for m in graph if m.layer == count - 1 and m.expert is None]
-        return [
-            number
-            for number in range(count, count + 100)
-            if any(pattern.search(f"{path}.".replace(f"layers.{count - 1}.", f"layers.{number}.", 1)[:-1]) for path in last)
-        ]
-    except (PatternError, PatternTimeout):
-        return []
+    pattern = compile_pattern(name)
+    last = [m.path for m in graph if m.layer == count - 1 and m.expert is None]
+    return [
+        number
+        for number in range(count, count + 100)
+        if any(pattern.search(f"{path}.".replace(f"layers.{count - 1}.", f"layers.{number}.", 1)[:-1]) for path in last)
+    ]
