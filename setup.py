@@ -24,7 +24,7 @@ COMMON = [
     "-pthread",
 ]
 # gcc 12 warns of its own headers' undefined vectors, and of loops that it has unrolled past what they can reach
-COMMON += ["-Wno-maybe-uninitialized", "-Wno-stringop-overflow"]
+COMMON += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-stringop-overflow"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {

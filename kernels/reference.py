@@ -31,7 +31,7 @@ def linear_error(x_TC: torch.Tensor, weight_RC: torch.Tensor, rounded: bool) -> 
     """How far a kernel's result may be off, float64 (T, R).
 
     Float32 sums may lose some millionths of the sum of magnitudes. Where activations are `rounded` to 8 bits, with a scale for each
-    32 of them, each is off by half a step at most, a step being the largest of the 32 over 127; a product, by that times its weight.
+    32 of them, each is off by half a step at most, a step being the largest of the 32 over 127; a product by that times its weight.
     """
     magnitudes = x_TC.double().abs() @ weight_RC.double().abs().T
     sums = magnitudes * 2e-6 + 1e-30

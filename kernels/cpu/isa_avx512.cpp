@@ -63,22 +63,21 @@ struct Wide32 {
         return _mm512_and_si512(_mm512_srlv_epi64(both, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0)), bytes(15));
     }
 
-    // The first four bytes of each block.
-    static inline __m256i heads(const uint8_t* p, int blocks) {
-        const __m256i at = _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(BYTES));
-        if (blocks == 8) return _mm256_i32gather_epi32(reinterpret_cast<const int*>(p), at, 1);
-        const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(blocks), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0));
-        return _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), reinterpret_cast<const int*>(p), at, there, 1);
+    // The float16 at `at` of each block, as eight float32. `blocks` is a constant where this is inlined.
+    static inline __m512 eight(const uint8_t* p, int blocks, int at) {
+        uint16_t h[8];
+        for (int b = 0; b < 8; b++) {
+            h[b] = 0;
+            if (b < blocks) std::memcpy(&h[b], p + b * BYTES + at, 2);
+        }
+        return low8(_mm256_cvtph_ps(_mm_setr_epi16(short(h[0]), short(h[1]), short(h[2]), short(h[3]), short(h[4]), short(h[5]),
+                                                   short(h[6]), short(h[7]))));
     }
 
-    static inline Groups one_half(const uint8_t* p, int blocks) {
-        return {low8(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(heads(p, blocks)))), _mm512_setzero_ps()};
-    }
+    static inline Groups one_half(const uint8_t* p, int blocks) { return {eight(p, blocks, 0), _mm512_setzero_ps()}; }
 
     static inline Groups two_halves(const uint8_t* p, int blocks) {
-        const __m256i found = heads(p, blocks);
-        const __m256 m = _mm256_cvtph_ps(_mm256_cvtepi32_epi16(_mm256_srli_epi32(found, 16)));
-        return {low8(_mm256_cvtph_ps(_mm256_cvtepi32_epi16(found))), low8(_mm256_sub_ps(_mm256_setzero_ps(), m))};
+        return {eight(p, blocks, 0), _mm512_sub_ps(_mm512_setzero_ps(), eight(p, blocks, 2))};
     }
 
     // Two blocks' masks of fifth bits at `at`, set in u.
