@@ -31,7 +31,7 @@ _SMALL = "rules/smollm2/cpu.yaml --model smollm2-135m"
 COMMANDS = {
     "check": Command("check", "find what is wrong with rule files", f"ktopt check {_SMALL}"),
     "plan": Command("plan", "show what each module becomes, where it lives, and its bytes", f"ktopt plan {_SMALL}"),
-    "why": Command("why", "say which rule decided a module, and why the others didn't", f"ktopt why model.layers.3.mlp {_SMALL}"),
+    "why": Command("why", "say which rule of a file decided a module, and why the others didn't", f"ktopt why model.layers.3.mlp {_SMALL}"),
     "diff": Command(
         "diff", "compare two plans", "ktopt diff rules/smollm2/cpu.yaml rules/smollm2/reference.yaml --model smollm2-135m"
     ),
