@@ -278,14 +278,14 @@ class _Planner:
 
     def _check_op(self, rule: Rule, asked: Op, chosen: Op, device: str) -> None:
         """KT406: the op that a rule names doesn't run where its modules are; without a remapping that is a mistake."""
-        kind = device_kind(device)
+        kind, kinds = device_kind(device), " or ".join(asked.devices)
         if kind in asked.devices:
             return
         self.report.error(
             "KT406",
-            f"rule {rule.number} kwargs.generate_op: {asked.name} runs on {', '.join(asked.devices)} only, its modules are on {device}",
+            f"rule {rule.number} kwargs.generate_op: {asked.name} runs on {kinds} only, and its modules are on {device}",
             rule.replace.kwarg_origins.get("generate_op", rule.replace.origin),
-            help=f"name {chosen.name} for {kind}, or place the modules on {' or '.join(asked.devices)}",
+            help=f"name {chosen.name} for {kind}, or place the modules on {kinds}",
         )
 
     def _tie(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
