@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.diagnostics import KtoptError
+from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.plan import Plan
 from ktopt.plan_check import check_versions, open_plan
 from ktopt.plan_json import dump_plan, load_plan
@@ -51,12 +51,12 @@ def save_folder(
 ) -> Path:
     """Write the folder `out` for a plan and the weights that it is to be applied to; returns its path.
 
-    Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. KtoptError where `out` exists
-    and is neither empty nor such a folder, or where the weights don't fit the plan. `progress` is called after every tensor that
+    Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. UsageError where `out` can't
+    be written, or exists and is neither empty nor such a folder; KtoptError where the weights don't fit the plan. `progress` is called after every tensor that
     is copied, with the file's bytes.
     """
     out = Path(out).absolute()
-    check_replaceable(out)
+    check_writable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
@@ -69,11 +69,17 @@ def save_folder(
     return out
 
 
-def check_replaceable(out: Path) -> None:
-    """Refuse a path that exists and isn't an empty folder or an optimized model's."""
-    if not out.exists() or (out.is_dir() and (not any(out.iterdir()) or is_optimized(out))):
-        return
-    raise KtoptError(f"{out} exists and is not a folder that ktopt wrote; name another, or remove it")
+def check_writable(out: str | Path) -> None:
+    """UsageError for a folder that can't be made, or that exists and is neither empty nor an optimized model's."""
+    out = Path(out).absolute()
+    try:
+        replaces = out.is_symlink() or out.exists()
+        if replaces and not (out.is_dir() and (not any(out.iterdir()) or is_optimized(out))):
+            raise UsageError(f"{out} exists and is not a folder that ktopt wrote; name another, or remove it")
+        above = next(folder for folder in out.parents if folder.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=f".{out.name[:100]}-", dir=above))
+    except OSError as error:
+        raise UsageError(f"{out}: this folder can't be written: {error.strerror or error}") from None
 
 
 def is_optimized(folder: Path) -> bool:
@@ -286,6 +292,8 @@ def _checked(folder: Path, ref: Mapping[str, Any]) -> Path:
     size, known = file.stat().st_size, str(ref.get("fingerprint", ""))
     if not known.startswith(f"{FINGERPRINT}:"):
         raise KtoptError(f"{folder}: its fingerprint of {file} is of a kind that this ktopt doesn't know; make the folder again")
-    if size != ref.get("size") or fingerprint(file) != known:
-        raise KtoptError(f"{folder}: {file} is not the file that the folder was made for ({size} bytes, was {ref.get('size')})")
+    if size != ref.get("size"):
+        raise KtoptError(f"{folder}: {file} is not the file that the folder was made for: {size} bytes, was {ref.get('size')}")
+    if fingerprint(file) != known:
+        raise KtoptError(f"{folder}: {file} is not the file that the folder was made for: as long, but with other content")
     return file

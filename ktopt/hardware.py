@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktopt.diagnostics import KtoptError
+from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.placement import DEVICE_KINDS, Device, Hardware, canonical_device
 
 GIB = 1 << 30
@@ -47,14 +47,15 @@ PRESETS = ("cpu", "1x24GB", "2x24GB", "4x24GB", "8x24GB", "1x48GB", "1x80GB", "2
 
 
 def load_hardware(text: str) -> Hardware:
-    """The machine that `--hardware` names: "here" (this one), a preset, or a file. KtoptError where it is none of them."""
+    """The machine that `--hardware` names: "here" (this one), a preset, or a file. UsageError where it is none of them, KtoptError for a
+    file that describes none."""
     if text == "here":
         return detect()
     if found := preset(text):
         return found
     path = Path(text)
     if not path.exists():
-        raise KtoptError(
+        raise UsageError(
             f"--hardware {text}: no such file, and no preset; presets are {', '.join(PRESETS)} (any COUNTxSIZE), or here"
         )
     return read_hardware(path)
@@ -67,7 +68,7 @@ def preset(text: str) -> Hardware | None:
         return None
     count, size, ram = (int(group or 0) for group in found.groups())
     if found[1] is not None and (not 0 < count <= MAX_DEVICES or not size):
-        raise KtoptError(f"--hardware {text}: a preset has 1 to {MAX_DEVICES} cards, of 1 GB at least")
+        raise UsageError(f"--hardware {text}: a preset has 1 to {MAX_DEVICES} cards, of 1 GB at least")
     model, sm = _TYPICAL_CARD.get(size, (f"{size} GB card", 80))
     devices = tuple(Device(f"cuda:{i}", size * GIB, model, sm) for i in range(count))
     return Hardware(text, devices, ram_bytes=ram * GIB)

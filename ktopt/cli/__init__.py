@@ -1,22 +1,31 @@
 """The command line: `ktopt COMMAND`. One file a command, imported only when it is the one asked for.
 
-A command module has `configure(parser)`, which adds its arguments, and `run(args)`, which returns an exit code: 0 clean, 1 findings
-or a refused operation, 2 wrong usage, 3 an error of ktopt's own.
+A command module has `configure(parser)`, which adds its arguments, and `run(args)`, which returns an exit code; EXIT_CODES says what
+each means, and `ktopt --help` prints it.
+
+Little is imported before `main` runs, so that Ctrl-C is answered quietly from the start.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ktopt.diagnostics import CompileError, KtoptError, UsageError
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 CLEAN, FINDINGS, USAGE, INTERNAL = 0, 1, 2, 3
 INTERRUPTED, PIPE_CLOSED = 130, 141
+EXIT_CODES = {
+    CLEAN: "done, and nothing found that fails the run",
+    FINDINGS: "something found: in rules, between plans, in weights; or the machine refused (a disk that is full)",
+    USAGE: "asked wrongly: unknown options and names (a model, machine, device, module, operator, code), a file to write that can't be",
+    INTERNAL: "ktopt itself failed: please report it",
+    INTERRUPTED: "interrupted by Ctrl-C",
+    PIPE_CLOSED: "whoever read the output stopped reading",
+}
 
 
 class Command(NamedTuple):
@@ -31,7 +40,9 @@ _SMALL = "rules/smollm2/cpu.yaml --model smollm2-135m"
 COMMANDS = {
     "check": Command("check", "find what is wrong with rule files", f"ktopt check {_SMALL}"),
     "plan": Command("plan", "show what each module becomes, where it lives, and its bytes", f"ktopt plan {_SMALL}"),
-    "why": Command("why", "say which rule of a file decided a module, and why the others didn't", f"ktopt why model.layers.3.mlp {_SMALL}"),
+    "why": Command(
+        "why", "say which rule of a file decided a module, and why the others didn't", f"ktopt why model.layers.3.mlp {_SMALL}"
+    ),
     "diff": Command(
         "diff", "compare two plans", "ktopt diff rules/smollm2/cpu.yaml rules/smollm2/reference.yaml --model smollm2-135m"
     ),
@@ -67,7 +78,24 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises for what a user did. With KTOPT_TRACEBACK=1, internal errors raise."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _answer(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        _ignore_interrupts()
+        return INTERRUPTED
+
+
+def _ignore_interrupts() -> None:
+    """Let a second Ctrl-C not interrupt the interpreter's own ending, which would print a traceback."""
+    import signal
+    import threading
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _answer(arguments: list[str]) -> int:
+    _mend_streams()
     drop_checkout_root()
     try:
         code = _dispatch(arguments)
@@ -75,22 +103,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as stop:  # argparse, after it has printed help or what is wrong
         return stop.code if isinstance(stop.code, int) else USAGE
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's own flush is quiet too
+        _drop_output()
         return PIPE_CLOSED
-    except CompileError as error:
-        from ktopt.cli.findings import print_report
-
-        print_report(error.report.sorted(), sys.stderr)
-        return FINDINGS
-    except KtoptError as error:
-        return complain(error, USAGE if isinstance(error, UsageError) else FINDINGS)
     except Exception as error:
-        if os.environ.get("KTOPT_TRACEBACK"):
-            raise
-        return _internal(error, arguments)
+        return _failed(error, arguments)
+
+
+def _failed(error: Exception, arguments: Sequence[str]) -> int:
+    """Say what went wrong, and give the exit code."""
+    from ktopt.diagnostics import CompileError, KtoptError, UsageError
+
+    known = isinstance(error, KtoptError | OSError | MemoryError)
+    if not known and os.environ.get("KTOPT_TRACEBACK"):
+        raise error
+    code = (USAGE if isinstance(error, UsageError) else FINDINGS) if known else INTERNAL
+    try:
+        if isinstance(error, CompileError):
+            from ktopt.cli.findings import print_report
+
+            print_report(error.report.sorted(), sys.stderr)
+        elif isinstance(error, OSError):
+            _drop_output()
+            complain(os_error(error))
+        elif known:
+            complain(error if isinstance(error, KtoptError) else "there is not enough memory for this")
+        else:
+            _internal(error, arguments)
+        sys.stderr.flush()
+    except OSError:  # nobody hears it
+        _drop_output(sys.stderr)
+    return code
+
+
+def os_error(error: OSError) -> str:
+    """What the operating system refused, and of which file."""
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{os.fsdecode(error.filename)}: {why}" if isinstance(error.filename, str | bytes) else why
+
+
+def _mend_streams() -> None:
+    """Give a closed standard stream a place to go, and let no character fail that a terminal can't show."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")
+
+
+def _drop_output(stream: Any = None) -> None:
+    """Send what a stream (standard output by default) still holds nowhere, so that the interpreter's own flush is quiet too."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+    except (OSError, ValueError):  # a stream of a test's, which has no number
+        return
 
 
 def complain(error: object, code: int = FINDINGS) -> int:
@@ -102,7 +171,7 @@ def complain(error: object, code: int = FINDINGS) -> int:
     return code
 
 
-def _internal(error: Exception, arguments: Sequence[str]) -> int:
+def _internal(error: Exception, arguments: Sequence[str]) -> None:
     import shlex
 
     what = str(error) or "no message"
@@ -112,7 +181,6 @@ def _internal(error: Exception, arguments: Sequence[str]) -> int:
         f"  KTOPT_TRACEBACK=1 ktopt {shlex.join(arguments)}\nand with what `ktopt doctor` says.",
         file=sys.stderr,
     )
-    return INTERNAL
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -128,15 +196,24 @@ def _dispatch(arguments: list[str]) -> int:
         return CLEAN
     name, *rest = arguments
     if name not in COMMANDS:
+        from ktopt.diagnostics import UsageError
+
         raise UsageError(_unknown_command(name))
+    from importlib import import_module
+
     module: Any = import_module(f"ktopt.cli.{COMMANDS[name].module}")
-    parser = parser_of(name, module)
-    code: int = module.run(parser.parse_args(rest))
+    from ktopt.cli.options import check_arguments
+
+    args = parser_of(name, module).parse_args(rest)
+    check_arguments(args)
+    code: int = module.run(args)
     return code
 
 
 def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
     """The argument parser of a command."""
+    import argparse
+
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(
         prog=f"ktopt {name}",
@@ -160,6 +237,9 @@ def overview() -> str:
         "",
         "example:",
         f"  {COMMANDS['plan'].example}",
+        "",
+        "exit codes:",
+        *(f"  {code:<5}{meaning}" for code, meaning in EXIT_CODES.items()),
     ]
     return "\n".join(lines)
 

@@ -25,10 +25,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ktopt.folder import check_writable, save_folder
+
+    check_writable(args.out)
     weights = weights_argument(args)
     plan = plan_to_apply(args)
     from ktopt.applying.checks import check_devices, check_errors
-    from ktopt.folder import save_folder
     from ktopt.weights.tokenizer import find_tokenizer
 
     check_errors(plan, args.force)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -111,6 +112,8 @@ class Session:
         """Every file's check, in the order given."""
         self.finder = SettingsFinder()
         files = [file for name in self.args.rules for file in rule_files(name)]
+        if self.args.locked:
+            _need_locks(files, self.args)
         checks = [self.check(name) for name in files]
         self.texts = {path for check in checks for path in (check.file, *check.sources)}
         imported = {os.path.realpath(path) for c in checks for path in c.sources if path != c.file}
@@ -202,6 +205,17 @@ class Session:
         print_report(shown, stream, sources, self.format, listed)
         gap = "\n" if shown and self.format == "full" else ""
         print(gap + summary(found, len(found) - len(shown), checks, style_of(stream)), file=stream)
+
+
+def _need_locks(files: Sequence[str], args: argparse.Namespace) -> None:
+    """UsageError where a rule file has no lock: --locked has nothing to compare it with."""
+    from ktopt.locking import lock_path
+
+    for name in files:
+        rules = rules_argument(name)
+        if isinstance(rules, str) and os.path.isfile(rules) and not lock_path(rules).exists():
+            model = f" --model {args.model[0]}" if args.model else " --model M"
+            raise UsageError(f"--locked: {name} has no lock file; `ktopt plan {name}{model} --lock` writes {lock_path(rules).name}")
 
 
 def _as_imported(check: FileCheck) -> FileCheck:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ktopt import __version__
 from ktopt.cli.terminal import size, style_of
+from ktopt.diagnostics import UsageError
 from ktopt.hardware import cpu_model, detect
 from ktopt.placement import Hardware
 from ktopt.versions import installed
@@ -31,6 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.folder is not None:
+        if not Path(args.folder).is_dir():
+            raise UsageError(f"{args.folder}: no such folder")
         return check_folder(Path(args.folder), args.json)
     facts = gather()
     if args.json:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ktopt.cli.options import add_model
 from ktopt.cli.table import Column, layout
 from ktopt.cli.terminal import columns, style_of
+from ktopt.diagnostics import UsageError
 from ktopt.folding import fold_paths
 from ktopt.graph import Module, ModuleGraph
 from ktopt.render.style import plural, printable
@@ -33,7 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ktopt.trees import known_models, load_tree
 
-    name = args.name or args.model
+    if args.name is not None and args.model is not None:
+        raise UsageError(f"one model at a time: {args.name}, or --model {args.model}")
+    name = args.model if args.name is None else args.name
     if name is None:
         names = list(known_models())
         print(

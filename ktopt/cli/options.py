@@ -14,6 +14,30 @@ from ktopt.placement import DTYPES
 from ktopt.source import SourceFile
 
 
+MAY_BE_EMPTY = ("prompt", "system", "schema", "name")
+"""Arguments that an empty text can be meant for, or that say themselves that it isn't."""
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """UsageError for an argument that no command can mean: an empty one, one that isn't text, weights that aren't there."""
+    for name, value in vars(args).items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            option = (
+                name.upper() if name in ("rules", "before", "after", "module", "old", "files") else f"--{name.replace('_', '-')}"
+            )
+            if not text and name not in MAY_BE_EMPTY:
+                raise UsageError(f"{option} is empty")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise UsageError(f"{option} isn't UTF-8 text: {ascii(text):.80}") from None
+    weights = getattr(args, "weights", None)
+    if weights is not None and not Path(weights).exists():
+        raise UsageError(f"--weights {weights}: no such file or folder")
+
+
 def add_model(parser: argparse.ArgumentParser, *, weights: bool = True, several: bool = False) -> None:
     """--model, and --weights, which is the model where it is a GGUF file or a model folder and no --model is given. `several` makes
     --model repeatable, and args.model a list."""
@@ -100,15 +124,12 @@ def _tells_model(weights: Path) -> bool:
 
 
 def weights_argument(args: argparse.Namespace) -> str:
-    """--weights, or --model where that is a GGUF file or a folder with weights. UsageError where there are none, or the path isn't
-    there."""
+    """--weights, or --model where that is a GGUF file or a folder with weights. UsageError where there are none."""
     weights: str | None = args.weights
     if weights is None and args.model is not None and _holds_weights(Path(args.model)):
         weights = args.model
     if weights is None:
         raise UsageError("where are the weights? Give --weights: a GGUF file, or a folder of GGUF or safetensors files")
-    if not Path(weights).exists():
-        raise UsageError(f"--weights {weights}: no such file or folder")
     return weights
 
 
@@ -150,4 +171,4 @@ def write_text(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}: can't be written: {error.strerror}") from None
+        raise UsageError(f"{path}: can't be written: {error.strerror or error}") from None

@@ -22,6 +22,9 @@ from ktopt.runtime.threads import calm_openmp
 from ktopt.weights.tokenizer import stop_tokens
 
 PROMPT_LIMIT_CHARACTERS = 4 << 20
+MOST_TOKENS = 1 << 30
+LEAST_TEMPERATURE = 0.001
+"""Below it, logits divided by it overflow."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     calm_openmp()
     options = sampling(args)
-    text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if args.prompt == "-" else args.prompt
     folder = Path(args.rules).is_dir()
+    if folder:
+        _refuse_beside_a_folder(args)
+    text = _from_stdin() if args.prompt == "-" else args.prompt
     weights = None if folder else weights_argument(args)
     plan = open_plan(Path(args.rules) / PLAN_FILE, args.force) if folder else plan_to_apply(args)
     if args.show_plan:
@@ -77,6 +82,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _from_stdin() -> str:
+    try:
+        return sys.stdin.read(PROMPT_LIMIT_CHARACTERS)
+    except UnicodeDecodeError:
+        raise UsageError("--prompt -: standard input isn't UTF-8 text") from None
+
+
+def _refuse_beside_a_folder(args: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in ("model", "weights", "hardware", "device", "dtype", "remap") if getattr(args, name)]
+    if given:
+        raise UsageError(f"{args.rules} is a folder with a plan and its weights, which settle {', '.join(given)}; leave that out")
+
+
 def _load(args: argparse.Namespace, plan: Plan, weights: str | None, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer: a folder's own, or a plan carried out on `weights`."""
     from ktopt.api import load_model
@@ -88,10 +106,12 @@ def _load(args: argparse.Namespace, plan: Plan, weights: str | None, progress: P
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Options of transformers' generate. Without any, the model's own generation config decides. UsageError for what can't be."""
-    if args.max_tokens < 1:
-        raise UsageError("-n: at least one token")
-    if args.temperature is not None and args.temperature < 0:
-        raise UsageError("--temperature: 0 or more")
+    if not 1 <= args.max_tokens <= MOST_TOKENS:
+        raise UsageError(f"--max-tokens: from 1 to {MOST_TOKENS:,}")
+    if args.temperature and not LEAST_TEMPERATURE <= args.temperature < float("inf"):
+        raise UsageError(f"--temperature: 0, or a number from {LEAST_TEMPERATURE:g} on")
+    if args.seed is not None and not 0 <= args.seed < 1 << 64:
+        raise UsageError("--seed: a whole number from 0 to 2**64 - 1")
     if args.greedy and args.temperature:
         raise UsageError("--greedy and --temperature exclude each other")
     if args.greedy or args.temperature == 0:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ktopt.diagnostics import KtoptError
+from ktopt.diagnostics import UsageError
 from ktopt.models import treefile
 from ktopt.operator import nearest
 
@@ -32,7 +32,7 @@ def known_models() -> tuple[str, ...]:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The config.json of a shipped model, as its authors published it. KtoptError for an unknown name."""
+    """The config.json of a shipped model, as its authors published it. UsageError for an unknown name."""
     config: dict[str, Any] = read(name)["config"]
     return config
 
@@ -45,14 +45,14 @@ def read(name: str) -> dict[str, Any]:
     return treefile.unpack(path.read_bytes())
 
 
-def unknown_model(name: str) -> KtoptError:
+def unknown_model(name: str) -> UsageError:
     """The error for a name that is neither shipped nor a file."""
     wanted = name.rpartition("/")[2].lower()
     near = nearest(wanted, known_models()) or next((k for k in known_models() if k.startswith(wanted) or wanted.startswith(k)), "")
-    meant = f"did you mean {near}? " if near else ""
-    return KtoptError(
-        f"unknown model {name!r}: {meant}A model is a folder with a config.json, a config.json, a GGUF file, "
-        f"or one of {', '.join(known_models())}"
+    meant = f"; did you mean {near}?" if near else ""
+    return UsageError(
+        f"unknown model {name!r}{meant}\n"
+        f"A model is a folder with a config.json, a config.json, a GGUF file, or one of {', '.join(known_models())}"
     )
 
 

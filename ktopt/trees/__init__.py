@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.diagnostics import KtoptError
+from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.graph import Module, ModuleClass, ModuleGraph, Tensor
 from ktopt.models import IN_EVERY_MODEL, family_of_class, runs_as, shipped, treefile
 from ktopt.models.config_checks import NOT_BUILT_FROM, check_config, plain_config, read_config
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 __all__ = ["build_meta_model", "graph_from_module", "known_models", "load_tree", "model_config", "rows_of", "ties_of"]
 
 
-def load_tree(model: str | Path | Mapping[str, Any] | nn.Module) -> ModuleGraph:
+def load_tree(model: str | Path | Mapping[str, Any] | PreTrainedConfig | nn.Module) -> ModuleGraph:
     """The module tree of a model, with KTransformers' old paths and classes as aliases.
 
     model   a shipped name (known_models()), a folder with a config.json, a config.json, a GGUF file, a config as a mapping,
-            or an nn.Module in hand
+            or as transformers' object, or an nn.Module in hand
 
-    KtoptError for an unknown name, an unreadable file, or a config that transformers can't build.
+    UsageError for an unknown name and for what can name no model; KtoptError for an unreadable file, or a config that transformers
+    can't build.
     """
+    if hasattr(model, "to_dict") and not isinstance(model, type) and not hasattr(model, "_modules"):
+        model = model.to_dict()
     if isinstance(model, Mapping):
         name = model.get("_name_or_path") or model.get("model_type")
         return _from_config(model, str(name or ""), "config")
@@ -46,7 +49,7 @@ def load_tree(model: str | Path | Mapping[str, Any] | nn.Module) -> ModuleGraph:
         data = shipped.read(model)
         return _assemble((treefile.decode(data), data["tied"]), model, data["config"], runs_as(data["config"]["model_type"]))
     if not isinstance(model, str | os.PathLike):
-        raise KtoptError(f"a model is a name, a path, a config or an nn.Module, not {type(model).__name__}")
+        raise UsageError(f"a model is a name, a path, a config or an nn.Module, not {type(model).__name__}")
     return _from_config(*_find_config(os.fspath(model)))
 
 
@@ -95,8 +98,10 @@ def build_meta_model(config: Mapping[str, Any] | PreTrainedConfig, where: str = 
 
 def _find_config(path: str) -> tuple[Mapping[str, Any], str, str]:
     """The config that a path leads to, the model's name, and the file that messages name."""
+    if not path:
+        raise UsageError("which model? Its name is empty")
     try:
-        is_file, is_folder = os.path.isfile(path), bool(path) and os.path.isdir(path)
+        is_file, is_folder = os.path.isfile(path), os.path.isdir(path)
     except ValueError:
         is_file = is_folder = False
     where = Path(path)
@@ -109,7 +114,7 @@ def _find_config(path: str) -> tuple[Mapping[str, Any], str, str]:
             where = ggufs[0]
     elif not is_file:
         if path.lower().endswith((".json", ".gguf")) or path.startswith((".", "/", "~")):
-            raise KtoptError(f"{path}: there is no such file or folder")
+            raise UsageError(f"{path}: there is no such file or folder")
         raise shipped.unknown_model(path)
     if _is_gguf(where):
         from ktopt.weights.gguf_config import config_from_gguf
