@@ -15,7 +15,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ktopt.weights.tokenizer import find_tokenizer, has_tokenizer, stop_tokens
 
 if TYPE_CHECKING:
     from ktopt.applying import ProgressEvent
+    from ktopt.applying.checks import Need
 
 PLAN_FILE = "plan.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -52,8 +53,8 @@ def save_folder(
     """Write the folder `out` for a plan and the weights that it is to be applied to; returns its path.
 
     Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. UsageError where `out` can't
-    be written, or exists and is neither empty nor such a folder; KtoptError where the weights don't fit the plan. `progress` is called after every tensor that
-    is copied, with the file's bytes.
+    be written, or exists and is neither empty nor such a folder; KtoptError where the weights don't fit the plan. `progress` is
+    called after every tensor that is copied, with the file's bytes.
     """
     out = Path(out).absolute()
     check_writable(out)
@@ -128,7 +129,7 @@ def _write(
                 if progress:
                     progress(ProgressEvent(tensor, done_bytes, total_bytes))
 
-            write_packed(made / WEIGHTS_FILE, source, {n.read_as: n.dtype for n in prepared.needs.values()}, written)
+            write_packed(made / WEIGHTS_FILE, source, _to_copy(prepared.needs.values(), source), written)
             refs = [{**file_ref(made / WEIGHTS_FILE, made), "path": WEIGHTS_FILE}]
         else:
             _write_empty(made / WEIGHTS_FILE)
@@ -142,6 +143,20 @@ def _write(
 def on_the_host(plan: Plan) -> Plan:
     """The plan with every weight on the CPU: what a folder is written by, for a machine whose devices torch may not know here."""
     return replace(plan, steps=tuple(step._replace(generate_device="cpu", replicas=()) for step in plan.steps))
+
+
+def _to_copy(needs: Iterable[Need], source: Any) -> dict[str, str]:
+    """What is copied, and the dtype where it can't stay as stored. Of parameters that are one tensor only the first: loading finds
+    the others by it."""
+    dtypes: dict[str, str] = {}
+    ties: set[tuple[str, tuple[str, ...]]] = set()
+    for need in needs:
+        tie = (need.tie, source.stored(need.read_as).stored)
+        if need.read_as in dtypes or (need.tie and tie in ties):
+            continue
+        ties.add(tie)
+        dtypes[need.read_as] = need.dtype
+    return dtypes
 
 
 def _write_empty(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ktopt import registry
+from ktopt.applying.same_model import check_contradictions, check_unused, no_numbers
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES, ModuleGraph, Tensor
 from ktopt.implementation import BuildContext
@@ -78,7 +79,10 @@ def prepare(plan: Plan, root: nn.Module, tensors: Any, carry_out: Plan | None = 
     verify(plan, graph, config=config.to_dict() if config is not None and hasattr(config, "to_dict") else None)
     plan = carry_out or plan
     replacements = tuple(_replacements(plan, graph, root))
-    return Prepared(plan, graph, root, replacements, _needs(plan, graph, root, tensors))
+    check_contradictions(tensors, config)
+    needs = _needs(plan, graph, root, tensors)
+    check_unused(tensors, [n.read_as for n in needs.values()], getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return Prepared(plan, graph, root, replacements, needs)
 
 
 def check_errors(plan: Plan, force: bool) -> None:
@@ -154,9 +158,12 @@ def _needs(plan: Plan, graph: ModuleGraph, root: nn.Module, tensors: Any) -> dic
             name = f"{module.path}.{tensor.name}" if module.path else tensor.name
             try:
                 read_as, tie = _find(name, groups.get(name, ()), tensors)
-                shape = tuple(tensors.stored(read_as).shape)
+                stored = tensors.stored(read_as)
+                shape = tuple(stored.shape)
                 if shape != tuple(tensor.shape):
                     raise WeightError(f"{name} has shape {list(shape)} in the file, {list(tensor.shape)} in the model")
+                if "float" in tensor.dtype and (reason := no_numbers(tensors, read_as)):
+                    raise WeightError(reason)
             except WeightError as error:
                 problems.append(f"{error} (wanted by {plan.blame(step)})")
                 continue

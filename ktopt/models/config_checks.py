@@ -7,6 +7,7 @@ obscurely.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,11 @@ SIZES = (
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
+POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "rope_theta",
+            "rope_local_base_freq", "rotary_emb_base")  # fmt: skip
+"""Numbers that every output depends on, and that can't be 0 or less."""
+MAY_BE_INFINITE = ("time_step_limit",)
+
 NOT_BUILT_FROM = (
     "auto_map", "quantization_config", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
@@ -56,7 +62,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise KtoptError(f"{path}: can't be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise KtoptError(f"{path}: not JSON: {reason}") from error
+        what = "not JSON" if path.suffix == ".json" else "neither a GGUF file nor a config in JSON"
+        raise KtoptError(f"{path}: {what}: {reason}") from error
     if not isinstance(config, dict):
         raise KtoptError(f"{path}: a config.json holds an object, not {type(config).__name__}")
     return config
@@ -100,7 +107,22 @@ def check_config(config: Mapping[str, Any], where: str) -> str:
     if dtype is not None and dtype not in DTYPES:
         raise KtoptError(f"{where}: dtype is {dtype!r}; known are {', '.join(DTYPES)}")
     _check_sizes(config, where, depth=0)
+    _check_numbers(config, where)
     return model_type
+
+
+def _check_numbers(config: Mapping[str, Any], where: str, inside: str = "") -> None:
+    """Refuse what JSON has no numbers for (NaN, Infinity, 1e999), and an epsilon or a rotary base that is not above 0."""
+    for key, value in config.items():
+        name = f"{inside}{key}"
+        if isinstance(value, Mapping):
+            _check_numbers(value, where, f"{name}.")
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, float) and not math.isfinite(item) and (math.isnan(item) or key not in MAY_BE_INFINITE):
+                raise KtoptError(f"{where}: {name} is {item}, which is no number to compute with")
+            if key in POSITIVE and isinstance(item, int | float) and item <= 0:
+                raise KtoptError(f"{where}: {name} is {item}; it must be above 0")
 
 
 def _check_sizes(config: Mapping[str, Any], where: str, depth: int) -> None:

@@ -6,6 +6,7 @@ that is missing or of the wrong type is a WeightError that names it. Imports nei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,18 @@ class HyperParameters:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        return _short(self._get(key, (float, int), "a number", default))
+        """A number that is finite."""
+        value = self._get(key, (float, int), "a number", default)
+        if not math.isfinite(value):
+            raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value}, which is no number to compute with")
+        return _short(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.real(key, default)
+        if value <= 0:
+            raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value}; it must be above 0")
+        return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         value: bool = self._get(key, (bool,), "true or false", default)
@@ -111,7 +123,7 @@ def _common(keys: HyperParameters) -> Config:
         "head_dim": keys.size("attention.key_length", keys.size("rope.dimension_count", max(1, hidden // heads))),
         "intermediate_size": keys.count("feed_forward_length"),
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
     }

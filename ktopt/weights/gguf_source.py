@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktopt.weights.agreement import Contradiction, gguf_contradictions
 from ktopt.weights.gguf import GGUFFile, open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.names import GGUFNames, check_model_type
@@ -16,6 +18,12 @@ from ktopt.weights.source import StoredTensor, WeightError
 if TYPE_CHECKING:
     import numpy
     import torch
+
+NO_PARAMETERS = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
+"""Tensors that converters add and whose values follow from the config."""
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_SPLIT_KV_B = ("attn_k_b.weight", "attn_v_b.weight")
+"""The same values as attn_kv_b, in the form that llama.cpp computes with."""
 
 
 class GGUFSource:
@@ -77,6 +85,27 @@ class GGUFSource:
     def config(self) -> Mapping[str, Any]:
         """The model's config in transformers' terms, from the metadata."""
         return config_from_gguf(self.file)
+
+    def contradictions(self, config: Mapping[str, Any]) -> list[Contradiction]:
+        """Where the metadata and a model's config differ."""
+        return gguf_contradictions(self.file, config)
+
+    def unused(self, names: Iterable[str]) -> dict[str, Path]:
+        """The stored tensors that none of these parameters is made of, and their files. Left out is what no model has as a
+        parameter, and what belongs to layers that predict further tokens."""
+        used = {part.stored for name in names if (recipe := self._recipes.get(name)) for part in recipe.parts}
+        further = self.file.metadata.get(f"{self.file.architecture}.nextn_predict_layers", 0)
+        blocks = self.file.metadata.get(f"{self.file.architecture}.block_count", 0)
+
+        def known(stored: str) -> bool:
+            inside = _IN_BLOCK.fullmatch(stored)
+            if NO_PARAMETERS.fullmatch(stored) or inside is None:
+                return NO_PARAMETERS.fullmatch(stored) is not None
+            if inside[2] in _SPLIT_KV_B and f"blk.{inside[1]}.attn_kv_b.weight" in used:
+                return True
+            return isinstance(blocks, int) and isinstance(further, int) and blocks - further <= int(inside[1]) < blocks
+
+        return {n: self.file.file_of(t) for n, t in self.file.tensors.items() if n not in used and not known(n)}
 
     def close(self) -> None:
         self.file.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -162,6 +162,10 @@ class PackedWeights:
                 drop_pages(self._file.data, stored.offset, stored.nbytes)
             start += length
         return whole
+
+    def unused(self, names: Iterable[str]) -> dict[str, Path]:
+        """What is stored beside these parameters."""
+        return dict.fromkeys(self._packed.keys() - set(names), self.path)
 
     def config(self) -> None:
         """None: config.json beside the file has it."""

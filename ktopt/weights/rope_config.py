@@ -22,9 +22,9 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def rope_parameters(keys: HyperParameters, config: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of the config so far; for Gemma 3 one set a layer type."""
-    rope = _scaled(keys, keys.real("rope.freq_base", 10000.0), config)
+    rope = _scaled(keys, keys.positive("rope.freq_base", 10000.0), config)
     if config["model_type"] == "gemma3_text":
-        local = keys.real("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+        local = keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
     rotary = keys.count("rope.dimension_count", 0)
     if rotary and rotary != config["head_dim"]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.weights.checkpoint_names import CheckpointNames
+from ktopt.weights.agreement import Contradiction, config_contradictions
+from ktopt.weights.checkpoint_names import SCALE, CheckpointNames
 from ktopt.weights.pages import drop_pages
 from ktopt.weights.recipes import RecipeBook, assemble
 from ktopt.weights.safetensors import SafetensorsFile, open_files
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CONFIG_BYTES = 1 << 22
+NO_PARAMETERS = re.compile(
+    r"(.*\.)?(rotary_emb|rotary_pos_emb|rope)\.inv_freq"  # computed from the config, and stored by old versions of transformers
+    r"|(.*\.)?(position_ids|masked_bias)"  # likewise: positions, and what attention masks with
+    r"|(model\.)?(vision_tower|multi_modal_projector)\..+"  # the other parts of a model of several, whose language model is read
+)
+"""Tensors of checkpoints that no language model has as a parameter."""
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\..+")
+UNSCALED = ("F8_E4M3", "F8_E5M2")
+"""Types whose numbers mean nothing without the scales beside them."""
 
 
 class SafetensorsSource:
@@ -31,6 +42,7 @@ class SafetensorsSource:
         try:
             self._config = _config_beside(self.path)
             known = config if config is not None else self._config or {}
+            self._known = known
             self._block = _block_size(known) or _block_size(self._config or {}) or (128, 128)
         except BaseException:
             self.close()
@@ -81,6 +93,33 @@ class SafetensorsSource:
     def config(self) -> Mapping[str, Any] | None:
         """The config.json beside the weights, None where there is none."""
         return self._config
+
+    def contradictions(self, config: Mapping[str, Any]) -> list[Contradiction]:
+        """Where the config.json beside the weights and a model's config differ."""
+        return config_contradictions(self._config or {}, config)
+
+    def unscaled(self, name: str) -> str:
+        """Why the numbers of a parameter mean nothing as they are stored, or ""."""
+        for part in self._recipes.needed(name).parts:
+            file = self._holder[part.stored]
+            kind = file.tensors[part.stored].type
+            if kind in UNSCALED and not part.scale:
+                return f"{file.path}: {part.stored} is {kind} without its scales: the file has no {part.stored}{SCALE}"
+        return ""
+
+    def unused(self, names: Iterable[str]) -> dict[str, Path]:
+        """The stored tensors that none of these parameters is made of, and their files. Left out is what no model has as a
+        parameter, and what belongs to layers that predict further tokens, of which the config tells."""
+        parts = [part for name in names if (recipe := self._recipes.get(name)) for part in recipe.parts]
+        used = {part.stored for part in parts} | {part.scale for part in parts}
+        layers, further = (self._known.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+        predicting = range(layers, layers + further) if isinstance(layers, int) and isinstance(further, int) else range(0)
+
+        def known(stored: str) -> bool:
+            layer = _IN_LAYER.fullmatch(stored)
+            return NO_PARAMETERS.fullmatch(stored) is not None or (layer is not None and int(layer[1]) in predicting)
+
+        return {name: file.path for name, file in self._holder.items() if name not in used and not known(name)}
 
     def close(self) -> None:
         for file in self._files:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
+WHOLE_NUMBERS = frozenset({"I8", "I16", "I32", "I64", "U8", "BOOL"})
+"""Storage types that floating-point parameters aren't made of: some quantisation's, whose scales and zeros would be lost."""
+
 
 class WeightError(KtoptError):
     """A weight file is damaged, truncated, of the wrong model or of a type that can't be read. Names file and tensor."""
