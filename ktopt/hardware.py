@@ -47,8 +47,8 @@ PRESETS = ("cpu", "1x24GB", "2x24GB", "4x24GB", "8x24GB", "1x48GB", "1x80GB", "2
 
 
 def load_hardware(text: str) -> Hardware:
-    """The machine that `--hardware` names: "here" (this one), a preset, or a file. UsageError where it is none of them, KtoptError for a
-    file that describes none."""
+    """The machine that `--hardware` names: "here" (this one), a preset, or a file. UsageError where it is none of
+    them, KtoptError for a file that describes no machine."""
     if text == "here":
         return detect()
     if found := preset(text):

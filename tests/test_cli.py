@@ -197,7 +197,8 @@ class TestCheck:
         assert cli("check", rules, "--locked").code == 2
         result = cli("check", rules, *MODEL, "--locked")
         assert result.code == 2
-        assert "rules.yaml has no lock file" in result.err and "--lock` writes rules.yaml.lock.json" in result.err
+        assert "rules.yaml has no lock file" in result.err
+        assert "--lock` writes rules.yaml.lock.json" in result.err
 
     def test_locked_fails_when_the_plan_has_changed_and_names_what_did(self, cli: Cli, rules: Path) -> None:
         assert cli("plan", rules, *MODEL, "--lock").code == 0

@@ -1,7 +1,7 @@
 """The command line: `ktopt COMMAND`. One file a command, imported only when it is the one asked for.
 
-A command module has `configure(parser)`, which adds its arguments, and `run(args)`, which returns an exit code; EXIT_CODES says what
-each means, and `ktopt --help` prints it.
+A command module has `configure(parser)`, which adds its arguments, and `run(args)`, which returns an exit code; EXIT_CODES says
+what each means, and `ktopt --help` prints it.
 
 Little is imported before `main` runs, so that Ctrl-C is answered quietly from the start.
 """
@@ -21,7 +21,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 EXIT_CODES = {
     CLEAN: "done, and nothing found that fails the run",
     FINDINGS: "something found: in rules, between plans, in weights; or the machine refused (a disk that is full)",
-    USAGE: "asked wrongly: unknown options and names (a model, machine, device, module, operator, code), a file to write that can't be",
+    USAGE: "asked wrongly: unknown options or names (of a model, machine, device, module, operator, code), no place to write to",
     INTERNAL: "ktopt itself failed: please report it",
     INTERRUPTED: "interrupted by Ctrl-C",
     PIPE_CLOSED: "whoever read the output stopped reading",
@@ -147,11 +147,11 @@ def _mend_streams() -> None:
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
 
 
 def _drop_output(stream: Any = None) -> None:
@@ -204,8 +204,9 @@ def _dispatch(arguments: list[str]) -> int:
     module: Any = import_module(f"ktopt.cli.{COMMANDS[name].module}")
     from ktopt.cli.options import check_arguments
 
-    args = parser_of(name, module).parse_args(rest)
-    check_arguments(args)
+    parser = parser_of(name, module)
+    args = parser.parse_args(rest)
+    check_arguments(parser, args)
     code: int = module.run(args)
     return code
 

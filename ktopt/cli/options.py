@@ -13,26 +13,23 @@ from ktopt.parse import read_source
 from ktopt.placement import DTYPES
 from ktopt.source import SourceFile
 
-
-MAY_BE_EMPTY = ("prompt", "system", "schema", "name")
-"""Arguments that an empty text can be meant for, or that say themselves that it isn't."""
+MAY_BE_EMPTY = ("prompt", "system", "schema")
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """UsageError for an argument that no command can mean: an empty one, one that isn't text, weights that aren't there."""
-    for name, value in vars(args).items():
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        name = max(action.option_strings, key=len, default=action.metavar or action.dest)
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
-            option = (
-                name.upper() if name in ("rules", "before", "after", "module", "old", "files") else f"--{name.replace('_', '-')}"
-            )
-            if not text and name not in MAY_BE_EMPTY:
-                raise UsageError(f"{option} is empty")
+            if not text and action.dest not in MAY_BE_EMPTY:
+                raise UsageError(f"{name} is empty")
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise UsageError(f"{option} isn't UTF-8 text: {ascii(text):.80}") from None
+                raise UsageError(f"{name} isn't UTF-8 text: {text!a:.80}") from None
     weights = getattr(args, "weights", None)
     if weights is not None and not Path(weights).exists():
         raise UsageError(f"--weights {weights}: no such file or folder")
