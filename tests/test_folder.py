@@ -343,9 +343,9 @@ def test_a_fingerprint_tells_a_file_changed_in_a_sampled_place(tmp_path, place):
 def test_a_fingerprint_of_a_large_file_is_quick(tmp_path):
     with (tmp_path / "large").open("wb") as stream:
         stream.truncate(1 << 40)
-    start = time.perf_counter()
+    start = time.process_time()
     fingerprint(tmp_path / "large")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_parts_join_along_the_axis_that_their_shapes_add_up_on():

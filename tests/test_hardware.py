@@ -100,12 +100,12 @@ def test_a_json_file_is_read_too(tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(KtoptError) as caught:
         load_hardware(path)
     assert message in str(caught.value)
     assert path in str(caught.value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_folder_or_binary_file_is_refused(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class TestFindings:
         quick = doc(WRONG_OP, "quick")
         start = time.monotonic()
         assert "generate_device" in quick.labels("KTransformersLinear\n    kwargs:\n      ")
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5
         assert "KT304" in slow.codes
         assert quick.codes == ["KT402"]
 

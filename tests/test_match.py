@@ -135,9 +135,9 @@ def test_a_modules_device_is_its_rules_then_the_default_and_a_closed_module_has_
 def test_a_pattern_that_backtracks_for_ever_is_reported_at_its_rule_and_takes_nothing():
     graph = make_graph([f"m.{'self_attn.q_proj.' * 30}{i}" for i in range(300)])
     report = Report()
-    start = time.perf_counter()
+    start = time.process_time()
     matches = match(rule_set(rule("^m$"), rule(r"^(([a-z_.])+.)+[A-Z]([a-z])+$")), graph, None, report)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     (found,) = report.items
     assert (found.code, found.span.start.line) == ("KT304", 12)
     assert "rule 2" in found.message
@@ -218,18 +218,18 @@ def test_a_pattern_that_used_up_its_time_on_a_tree_is_not_tried_again_at_once():
     slow = rule(r"^(?:[a-z_]+|[a-z_.0-9]|[a-z])+[A-Z]$")
     times = []
     for _ in range(2):
-        report, start = Report(), time.monotonic()
+        report, start = Report(), time.process_time()
         match(rule_set(slow), graph, None, report)
-        times.append(time.monotonic() - start)
+        times.append(time.process_time() - start)
         assert [d.code for d in report] == ["KT304"]
-    assert times[1] < 0.1 < times[0]
+    assert times[1] < times[0] / 2
 
 
 def test_selectors_that_name_one_another_twice_over_and_over_match_in_no_time():
     lets, report = {}, Report()
     for i in range(29):
         lets[f"a{i}"] = parse_selector(f"$a{i - 1} | $a{i - 1}" if i else "@model.**", origin(1), lets, report)
-    start = time.monotonic()
+    start = time.process_time()
     matches = decide(deepseek_like(3), rule(selector=lets["a28"]))
     assert matches.won(0)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1

@@ -227,7 +227,7 @@ def test_a_huge_file_is_refused_without_reading_it(tmp_path: Path) -> None:
     start = time.process_time()
     with pytest.raises(CompileError, match="is over 1000 kB"):
         read_source(file)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 1
 
 
 def test_standard_input_is_read_for_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:

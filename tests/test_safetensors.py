@@ -160,11 +160,11 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_lying_header_is_named(case: str, tmp_path: Path) -> None:
     header, message = HOSTILE[case]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(WeightError, match=r"bad\.safetensors") as caught:
         SafetensorsFile(written(tmp_path / "bad.safetensors", header))
     assert message in str(caught.value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(("data", "message"), [(b"", "has 0 bytes"), (b"\xff" * 64, "claims 18446744073709551615 bytes")])

@@ -291,9 +291,9 @@ def test_a_condition_that_asks_of_modules_is_refused():
 )
 def test_hostile_text_is_answered_at_once(text):
     report = Report()
-    start = time.perf_counter()
+    start = time.process_time()
     parse_selector(text, origin(text), {}, report)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert all(d.code == "KT310" for d in report)
 
 
@@ -303,11 +303,11 @@ def test_names_that_double_each_other_do_not_explode():
     for i in range(18):
         lets[f"a{i}"] = read(text, lets)
         text = f"$a{i} | $a{i} & $a{i} | $a{i}"
-    start = time.perf_counter()
+    start = time.process_time()
     assert taken(text, PLAIN, lets) == where(is_linear, PLAIN)
     assert hash(read(text, lets).root) == hash(read(text, lets).root)
     assert len(repr(read(text, lets))) < 1000
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_any_text_is_parsed_or_reported():

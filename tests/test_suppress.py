@@ -240,8 +240,8 @@ class TestAdd:
     ],
 )
 def test_a_hostile_text_is_answered_within_a_second(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     found = read_suppressions(SourceFile("r.yaml", text))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(found.problems) <= 60
     assert all(len(d.message) < 200 for d in found.problems)

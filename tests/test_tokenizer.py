@@ -43,9 +43,9 @@ def test_the_demo_models_special_tokens_and_chat_template(demo: Any) -> None:
 
 def test_the_demo_models_tokenizer_loads_quickly() -> None:
     path = smollm2()
-    start = time.perf_counter()
+    start = time.process_time()
     tokenizer_from_gguf(path)
-    assert time.perf_counter() - start < 0.7
+    assert time.process_time() - start < 2
 
 
 def test_it_saves_and_loads_as_a_tokenizer_folder(demo: Any, tmp_path: Path) -> None:
