@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.placement import DTYPES
 from ktopt.plan import Plan
 from ktopt.plan_check import check_versions, open_plan
 from ktopt.plan_json import dump_plan, load_plan
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
 PLAN_FILE = "plan.json"
 WEIGHTS_FILE = "model.safetensors"
 GENERATION_FILE = "generation_config.json"
+WRITTEN = frozenset({
+    PLAN_FILE, WEIGHTS_FILE, GENERATION_FILE, "config.json", *TOKENIZER_FILES, "additional_chat_templates",
+})  # fmt: skip
+"""What such a folder consists of."""
+SHOWN = 5
+"""How many names a message lists."""
+AGAIN = "make the folder again with `ktopt apply`"
+FIELD_TYPES: dict[type, str] = {str: "a text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
+REF_FIELDS: dict[str, type] = {"path": str, "size": int, "fingerprint": str, "sha256": str, "copied": bool}
 HEAD_BYTES = 4 << 20
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
@@ -53,7 +63,7 @@ def save_folder(
     """Write the folder `out` for a plan and the weights that it is to be applied to; returns its path.
 
     Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. UsageError where `out` can't
-    be written, or exists and is neither empty nor such a folder; KtoptError where the weights don't fit the plan. `progress` is
+    be written, or exists and is neither empty nor such a folder and no more; KtoptError where the weights don't fit the plan. `progress` is
     called after every tensor that is copied, with the file's bytes.
     """
     out = Path(out).absolute()
@@ -77,6 +87,10 @@ def check_writable(out: str | Path) -> None:
         replaces = out.is_symlink() or out.exists()
         if replaces and not (out.is_dir() and (not any(out.iterdir()) or is_optimized(out))):
             raise UsageError(f"{out} exists and is not a folder that ktopt wrote; name another, or remove it")
+        others = sorted(path.name for path in out.iterdir() if path.name not in WRITTEN) if replaces else []
+        if others:
+            listed = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+            raise UsageError(f"{out} is replaced as a whole, and holds what ktopt didn't write: move {listed} away first")
         above = next(folder for folder in out.parents if folder.exists())
         os.rmdir(tempfile.mkdtemp(prefix=f".{out.name[:100]}-", dir=above))
     except OSError as error:
@@ -247,6 +261,7 @@ def open_folder(folder: Path, quantization: Any = None, force: bool = False) -> 
         quantization = _read_quantization(folder)
     elif not isinstance(quantization, Mapping):
         quantization = quantization.to_dict()
+    check_quantization(quantization, str(folder / "config.json"))
     file = _inside(folder, str(quantization.get("plan", PLAN_FILE)))
     plan = load_plan(file)
     check_versions(plan, str(file), force)
@@ -266,6 +281,7 @@ def verify_folder(folder: Path) -> Iterator[str]:
     """Check an optimized folder fully: its plan against the model that its config builds, and every byte of its weights. Gives the
     name of each file that has passed; KtoptError at the first that doesn't."""
     quantization = _read_quantization(folder)
+    check_quantization(quantization, str(folder / "config.json"))
     plan = _inside(folder, str(quantization.get("plan", PLAN_FILE)))
     open_plan(plan)
     yield plan.name
@@ -278,12 +294,32 @@ def verify_folder(folder: Path) -> Iterator[str]:
 
 def _refs(folder: Path, quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The weight files that the folder's config refers to."""
-    refs = quantization.get("weights") or []
-    if not refs or not all(isinstance(r, Mapping) and isinstance(r.get("path"), str) for r in refs):
-        raise KtoptError(
-            f"{folder / 'config.json'}: quantization_config names no weights; make the folder again with `ktopt apply`"
-        )
-    return list(refs)
+    refs = list(quantization.get("weights") or ())
+    if not refs:
+        raise KtoptError(f"{folder / 'config.json'}: quantization_config names no weights; {AGAIN}")
+    return refs
+
+
+def check_quantization(quantization: Mapping[str, Any], where: str) -> None:
+    """KtoptError for a quantization_config that isn't as save_folder writes it; `where` names its file."""
+    known: dict[str, type] = {"quant_method": str, "plan": str, "dtype": str, "weights": list}
+    for name, value in quantization.items():
+        if name not in known:
+            raise KtoptError(f"{where}: quantization_config has the unknown field {name!r}; {AGAIN}")
+        _check_field(value, known[name], f"{where}: quantization_config.{name}")
+    if quantization.get("dtype", DTYPES[0]) not in DTYPES:
+        raise KtoptError(f"{where}: quantization_config.dtype is {quantization['dtype']!r}, not one of {', '.join(DTYPES)}; {AGAIN}")
+    for index, ref in enumerate(quantization.get("weights", ())):
+        here = f"{where}: quantization_config.weights[{index}]"
+        _check_field(ref, dict, here)
+        for name, kind in REF_FIELDS.items():
+            if name in ref or name == "path":
+                _check_field(ref.get(name), kind, f"{here}.{name}")
+
+
+def _check_field(value: Any, kind: type, where: str) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise KtoptError(f"{where} must be {FIELD_TYPES[kind]}, not {value!r:.60}; {AGAIN}")
 
 
 def _read_quantization(folder: Path) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ A plan is frozen, deterministic data: it prints, is written as JSON, read back a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -109,6 +109,16 @@ class Plan:
     notes: tuple[str, ...] = ()
     ktopt_version: str = ""
     transformers_version: str = ""
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        """Itself: nothing in a plan changes. A model that is copied keeps its plan."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which can't write read-only mappings: with plain ones."""
+        steps = tuple(step._replace(kwargs=dict(step.kwargs), runs=dict(step.runs)) for step in self.steps)
+        values = {**{f.name: getattr(self, f.name) for f in fields(self)}, "steps": steps, "remap": dict(self.remap)}
+        return type(self), tuple(values.values())
 
     @cached_property
     def by_path(self) -> dict[str, Step]:

@@ -40,13 +40,24 @@ class KtoptConfig(QuantizationConfigMixin):
     dtype: str = "bfloat16"
     weights: list[dict[str, Any]] = field(default_factory=list)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As the base class, for what a damaged config.json may hold too: KtoptError names the field that is wrong."""
+        from ktopt.folder import check_quantization
+
+        check_quantization(config_dict, "config.json")
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+
 
 class KtoptQuantizer(HfQuantizer):
     """Carries out a plan while transformers loads a model."""
 
     requires_calibration = False
-    is_serializable = False
     is_trainable = False
+
+    def is_serializable(self) -> bool:
+        """True: what is loaded is saved as a plain checkpoint, in the dtypes that it has now."""
+        return True
 
     def update_dtype(self, dtype: Any) -> Any:
         import torch
@@ -78,9 +89,12 @@ class KtoptQuantizer(HfQuantizer):
         application = self._application
         del self._hidden, self._application
         try:
-            return application.load()
+            application.load()
         finally:
             application.tensors.close()
+        self.remove_quantization_config(model)  # what `save_pretrained` writes of it is a plain checkpoint
+        model.config._is_quantized = False
+        return model
 
 
 class HiddenTensors:

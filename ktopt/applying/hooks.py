@@ -6,6 +6,7 @@ source tensor, and forgotten with it. Caches keep each layer's keys and values w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class Copies:
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies of a model, and pickle: what was copied before is copied again."""
+        return Copies, ()
 
     def on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor on `device`: itself, a copy made before, or a new copy."""
@@ -70,21 +75,30 @@ def install_transfers(root: nn.Module, plan: Plan) -> list[Any]:
             continue
         device = torch.device(transfer.target)
         if transfer.side == "input":
-            handles.append(_on_input(module, copies, device))
+            handles.append(module.register_forward_pre_hook(MoveIn(copies, device), prepend=True, with_kwargs=True))
         else:
-            handles.append(_on_output(module, copies, device))
+            handles.append(module.register_forward_hook(MoveOut(copies, device)))
     return handles
 
 
-def _on_input(module: nn.Module, copies: Copies, device: torch.device) -> Any:
-    def move_in(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return copies.move(args, device), {name: copies.move(value, device) for name, value in kwargs.items()}
+@dataclass(frozen=True)
+class MoveIn:
+    """Before a module runs: its arguments go to `device`."""
 
-    return module.register_forward_pre_hook(move_in, prepend=True, with_kwargs=True)
+    copies: Copies
+    device: torch.device
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        move, device = self.copies.move, self.device
+        return move(args, device), {name: move(value, device) for name, value in kwargs.items()}
 
 
-def _on_output(module: nn.Module, copies: Copies, device: torch.device) -> Any:
-    def move_out(module: nn.Module, args: Any, output: Any) -> Any:
-        return copies.move(output, device)
+@dataclass(frozen=True)
+class MoveOut:
+    """After a module has run: its result goes to `device`."""
 
-    return module.register_forward_hook(move_out)
+    copies: Copies
+    device: torch.device
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.copies.move(output, self.device)
