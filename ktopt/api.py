@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktopt.arguments import OPTIONS, known_options, model_given, rules_given, weights_given
 from ktopt.compiler import compile
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.plan import Plan
@@ -40,6 +41,10 @@ def apply(
 
     KtoptError says what stands in the way; a model in hand is then as it was.
     """
+    known_options(options, [name for name in OPTIONS if name != "weights"])
+    plan = plan if isinstance(plan, Plan) else _rules_or_plan(plan)
+    model, weights = model_given(model), weights_given(weights)
+    _check_progress(progress)
     from ktopt.applying import apply_plan
 
     in_hand = model if hasattr(model, "_modules") else None
@@ -50,6 +55,17 @@ def apply(
     elif options:
         raise UsageError(f"a plan settles {', '.join(sorted(options))} already; give them to compile instead")
     return apply_plan(plan, in_hand, weights, force=force, progress=progress)
+
+
+def _rules_or_plan(given: Any) -> str | Path | SourceFile:
+    if given is None:
+        raise UsageError("what is to be applied? Give a Plan, the path of a plan.json, or that of a rule file")
+    return rules_given(given)
+
+
+def _check_progress(progress: Any) -> None:
+    if progress is not None and not callable(progress):
+        raise UsageError("progress is a function, which is called with a ProgressEvent after every tensor")
 
 
 def _plan(given: SourceFile | str | os.PathLike[str], model: Any, weights: Any, options: dict[str, Any], force: bool) -> Plan:
@@ -97,8 +113,13 @@ def load_model(
     from ktopt.folder import is_optimized
     from ktopt.weights.tokenizer import find_tokenizer, stop_tokens
 
-    folder = Path(model)
-    if rules is None and is_optimized(folder):
+    if model is None:
+        raise UsageError("which model? Give a folder that `ktopt apply` wrote, a name, a folder, a config.json or a GGUF file")
+    model = model_given(model)
+    known_options(options, [name for name in OPTIONS if name != "weights"])
+    folder = Path(model) if isinstance(model, str | os.PathLike) else None
+    if rules is None and folder is not None and is_optimized(folder):
+        _check_progress(progress)
         loaded = _load_folder(folder, {**options, **({"device": device} if device else {})}, force, progress)
     else:
         if device is not None:

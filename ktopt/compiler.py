@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.diagnostics import CompileError, Diagnostic, Report
+from ktopt.arguments import known_options, model_given, options_given, rules_given, weights_given
+from ktopt.diagnostics import CompileError, Diagnostic, Report, UsageError
 from ktopt.parse import parse, read_source
 from ktopt.pattern import shared_budgets
 from ktopt.source import Document, SourceFile
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 Rules = str | Path | SourceFile
 Model = Any
-"""A shipped name, a folder, a config.json, a GGUF file, a config mapping, a ModuleGraph, or an nn.Module in hand."""
+"""A shipped name, a folder, a config.json, a GGUF file, a config (a mapping or transformers' object), a ModuleGraph, or an
+nn.Module in hand."""
 Weights = Any
 """A GGUF file, a safetensors file, a folder with either, or an open WeightSource."""
 
@@ -57,10 +59,10 @@ def run_stages(
     model: Model | None = None,
     *,
     weights: Weights | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    hardware: Hardware | None = None,
-    remap: Mapping[str, str] | None = None,
+    device: Any = None,
+    dtype: Any = None,
+    hardware: Hardware | str | Path | None = None,
+    remap: Mapping[str, str] | str | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -69,9 +71,12 @@ def run_stages(
     Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given. Where
     selectors ask how weights are stored, the headers of `weights`, or of those that the model names itself, are read; WeightError
     where they can't be.
+
+    UsageError for arguments that can't be meant (arguments.py says what each may be).
     """
-    given: dict[str, Any] = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap or {}}
-    if any(given.values()):
+    rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
+    given = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
+    if given:
         from ktopt.planning import PlanOptions
 
         PlanOptions(**given)  # raises for what can't be meant, though there may come to be no plan
@@ -144,13 +149,21 @@ def _unsilenced(document: Document, diagnostics: list[Diagnostic]) -> list[Diagn
 
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
-    """Every finding on a rule file that no comment in it silences. Options as run_stages'."""
+    """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, as
+    run_stages'."""
+    known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 
 
-def compile(rules: Rules, model: Model, **options: Any) -> Plan:
+def compile(rules: Rules, model: Model | None = None, **options: Any) -> Plan:
     """The plan of `rules` on `model`. CompileError, which holds the report, where no plan can be made; findings that leave a plan
-    standing are in Plan.errors, and `apply` refuses such a plan unless forced. Options as run_stages'."""
+    standing are in Plan.errors, and `apply` refuses such a plan unless forced. Without a model, `weights` that carry its config
+    are it. Options as `check`'s."""
+    known_options(options)
+    if model is None and options.get("weights") is None:
+        raise UsageError(
+            "a plan needs a model: a shipped name, a folder, a config, a config.json, a GGUF file, or a module in hand"
+        )
     compilation = run_stages(rules, model, **options)
     if compilation.plan is None:
         raise CompileError(compilation.report)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ktopt.arguments import remap_given
 from ktopt.diagnostics import UsageError
 from ktopt.parse import read_source
 from ktopt.placement import DTYPES
@@ -31,7 +33,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             except UnicodeEncodeError:
                 raise UsageError(f"{name} isn't UTF-8 text: {text!a:.80}") from None
     weights = getattr(args, "weights", None)
-    if weights is not None and not Path(weights).exists():
+    if weights is not None and not os.path.exists(weights):
         raise UsageError(f"--weights {weights}: no such file or folder")
 
 
@@ -151,13 +153,7 @@ def stage_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def remap_argument(pairs: list[str]) -> dict[str, str]:
     """{"cuda": "cpu"} of ["cuda=cpu"]; commas may separate several. UsageError for what isn't FROM=TO."""
-    remap: dict[str, str] = {}
-    for pair in (part for text in pairs for part in text.split(",")):
-        source, equals, target = (part.strip() for part in pair.partition("="))
-        if not (source and equals and target):
-            raise UsageError(f"--remap {pair}: write FROM=TO, such as cuda=cpu or cuda:1=cuda:0")
-        remap[source] = target
-    return remap
+    return remap_given(",".join(pairs)) if pairs else {}
 
 
 def write_text(path: str, text: str) -> None:
