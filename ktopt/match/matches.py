@@ -61,6 +61,7 @@ class Matches:
     _takes: dict[int, int] = field(default_factory=dict, repr=False)
     _won: dict[int, int] = field(default_factory=dict, repr=False)
     _holds: dict[int, int] = field(default_factory=dict, repr=False)
+    _devices: dict[int, str] = field(default_factory=dict, repr=False)
 
     def takes(self, rule_index: int) -> int:
         """The modules that the rule's clauses select, whatever other rules do. An inactive rule's too."""
@@ -136,5 +137,10 @@ class Matches:
         decision = self.decisions[index]
         if decision.closed_by is not None:
             return self.device(decision.closed_by)
-        place = decision.place or self.ruleset.default_device
-        return place if decision.rule is None else rule_devices(self.ruleset, self.ruleset.rules[decision.rule], place)[0]
+        device = self._devices.get(id(decision))  # modules that are decided alike share their decision
+        if device is None:
+            device = decision.place or self.ruleset.default_device
+            if decision.rule is not None:
+                device = rule_devices(self.ruleset, self.ruleset.rules[decision.rule], device)[0]
+            self._devices[id(decision)] = device
+        return device

@@ -22,12 +22,12 @@ from ktopt.treeindex import members
 
 def check_structure(matches: Matches, report: Report) -> None:
     """KT407, KT502, KT503, KT505, KT601, KT602 and KT603."""
+    layers = _by_layer(matches)
     for rule in matches.ruleset.rules:
         if matches.active[rule.index] is not False:
             _check_fit(rule, matches, report)
-            _check_transfer_map(rule, matches, report)
+            _check_transfer_map(rule, matches, layers, report)
     _check_aliases(matches, report)
-    layers = _by_layer(matches)
     _check_layers_whole(matches, layers, report)
     _check_left_behind(matches, layers, report)
     _check_kv_b_proj(matches, report)
@@ -168,12 +168,12 @@ def _check_left_behind(matches: Matches, by_layer: dict[int, list[Module]], repo
         report.warning("KT603", message, _device_origin(rule), help=help)
 
 
-def _check_transfer_map(rule: Rule, matches: Matches, report: Report) -> None:
+def _check_transfer_map(rule: Rule, matches: Matches, by_layer: dict[int, list[Module]], report: Report) -> None:
     """KT503: where the rule says that layers change device, and where they do."""
     written = getattr(rule.replace.config, "transfer_map", None)
     if not isinstance(written, dict) or not matches.won(rule.index) or not matches.graph.layer_count:
         return
-    devices = _layer_devices(matches)
+    devices = _layer_devices(matches, by_layer)
     real = {layer: device for layer, device in devices.items() if layer - 1 in devices and devices[layer - 1] != device}
     if {int(layer): device for layer, device in written.items()} == real:
         return
@@ -186,10 +186,10 @@ def _check_transfer_map(rule: Rule, matches: Matches, report: Report) -> None:
     report.warning("KT503", message, rule.replace.kwarg_origins.get("transfer_map", rule.replace.origin), help=help)
 
 
-def _layer_devices(matches: Matches) -> dict[int, str]:
+def _layer_devices(matches: Matches, by_layer: dict[int, list[Module]]) -> dict[int, str]:
     """The device of each layer: where most of its modules are that don't lie on the CPU beside an accelerator."""
     found: dict[int, str] = {}
-    for layer, modules in sorted(_by_layer(matches).items()):
+    for layer, modules in sorted(by_layer.items()):
         counts: dict[str, int] = {}
         for module in modules:
             device = matches.device(module.index)
