@@ -39,7 +39,10 @@ def apply(
     progress  called with a ProgressEvent after every tensor
     options   of `compile`, where `plan` is a rule file: device, dtype, hardware, remap
 
-    KtoptError says what stands in the way; a model in hand is then as it was.
+    The model comes back in eval mode, and its parameters ask for no gradient. A model in hand keeps the dtypes that it has unless one
+    is asked for. KtoptError says what stands in the way; a model in hand is then as it was. So it is where a module to be replaced
+    has hooks, a forward set on it, or parameters that its operator doesn't know (of `torch.nn.utils.parametrize`, say). A plan is
+    refused for another model than it was made for, and so are weights of another model.
     """
     known_options(options, [name for name in OPTIONS if name != "weights"])
     plan = plan if isinstance(plan, Plan) else _rules_or_plan(plan)
@@ -47,6 +50,7 @@ def apply(
     _check_progress(progress)
     from ktopt.applying import apply_plan
 
+    was_plan = isinstance(plan, Plan) or str(plan).endswith(".json")
     in_hand = model if hasattr(model, "_modules") else None
     if in_hand is None and weights is None:
         weights = _own_weights(model)
@@ -54,6 +58,10 @@ def apply(
         plan = _plan(plan, model if model is not None else weights, weights, options, force)
     elif options:
         raise UsageError(f"a plan settles {', '.join(sorted(options))} already; give them to compile instead")
+    if was_plan and in_hand is None and _names_model(model):
+        from ktopt.plan_check import verify_model
+
+        verify_model(plan, model)
     return apply_plan(plan, in_hand, weights, force=force, progress=progress)
 
 
@@ -61,6 +69,14 @@ def _rules_or_plan(given: Any) -> str | Path | SourceFile:
     if given is None:
         raise UsageError("what is to be applied? Give a Plan, the path of a plan.json, or that of a rule file")
     return rules_given(given)
+
+
+def _names_model(model: Any) -> bool:
+    """Whether this says which model it is: weights alone, which `load_model` takes for one, may not."""
+    if model is None or not isinstance(model, (str, os.PathLike)) or not Path(model).exists():
+        return model is not None
+    path = Path(model)
+    return path.suffix != ".safetensors" and (not path.is_dir() or (path / "config.json").is_file() or any(path.glob("*.gguf")))
 
 
 def _check_progress(progress: Any) -> None:

@@ -7,7 +7,7 @@ modules is an int used as a bitset.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -110,6 +110,7 @@ class ModuleGraph:
     model_type  transformers' model_type ("" for a bare nn.Module)
     config      the model's config.json as a mapping (empty for a bare nn.Module)
     tied        parameters that are another's tensor: name -> name of the first that has it ("lm_head.weight" -> the embedding's)
+    in_hand     whether it is the tree of a module in hand, whose tensors' dtypes are what they are held in
     """
 
     modules: tuple[Module, ...]
@@ -118,6 +119,7 @@ class ModuleGraph:
     architectures: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
+    in_hand: bool = False
 
     def __len__(self) -> int:
         return len(self.modules)
@@ -174,6 +176,11 @@ class ModuleGraph:
         return max((m.layer for m in self.modules if m.layer is not None), default=-1) + 1
 
     @cached_property
+    def dtype(self) -> str:
+        """The floating dtype that most of the parameters' numbers are in, "" without any."""
+        return main_dtype(tensor for module in self.modules for tensor in module.parameters)
+
+    @cached_property
     def digest(self) -> str:
         """sha256 over paths, classes and tensor shapes: two trees with one digest take the same plan."""
         signatures: dict[tuple[int, int], str] = {}
@@ -197,6 +204,15 @@ class ModuleGraph:
             if m.parent >= 0:
                 tree.add_edge(self.modules[m.parent].path, m.path)
         return tree
+
+
+def main_dtype(tensors: Iterable[Tensor]) -> str:
+    """The floating dtype that most numbers of these tensors are in, "" without any."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        if "float" in tensor.dtype:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
+    return max(counts, key=counts.__getitem__, default="")
 
 
 ROLE_SUFFIXES = (

@@ -5,6 +5,8 @@ A plan is frozen, deterministic data: it prints, is written as JSON, read back a
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -82,6 +84,7 @@ class ModelRef:
     source      what the user gave: a shipped name or a path
     tree        ModuleGraph.digest
     config      the model's config.json, so that the tree can be rebuilt
+    config_digest   sha256 of the config, by which one that was changed later is noticed; "" has it computed
     """
 
     source: str
@@ -89,6 +92,22 @@ class ModelRef:
     architectures: tuple[str, ...]
     tree: str
     config: Mapping[str, Any]
+    config_digest: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.config_digest:
+            object.__setattr__(self, "config_digest", digest_of(self.config))
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """sha256 of a config as JSON with sorted keys: the same before it is written and after it is read."""
+    return hashlib.sha256(json.dumps(_with_text_keys(config), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)

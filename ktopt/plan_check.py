@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.operator import OperatorConfig, OperatorSpec, build_config, op_on
 from ktopt.placement import DTYPES, device_kind
-from ktopt.plan import Plan, Step
+from ktopt.plan import Plan, Step, digest_of
 from ktopt.plan_json import PlanFileError, load_plan
 from ktopt.versions import installed
+from ktopt.weights.agreement import config_contradictions
 
 _SHARES = re.compile(r"shares its (\w+) with (\S+)")
 SHOWN = 4
@@ -74,12 +75,34 @@ def verify(plan: Plan, graph: ModuleGraph, where: str = "", config: Any = None) 
         kinds = [list(found) for found in _row_problems(plan, graph)]
     if not any(kinds) and other_tree:
         kinds = [["tensor shapes differ, or the plan's `tree` was changed"]]
+    if not any(kinds) and digest_of(plan.model.config) != plan.model.config_digest:
+        kinds = [["its config was changed after the plan was made (its config_digest is another's)"]]
     if not any(kinds):
         return
     listed = "\n".join(_listed(lines) for lines in kinds if lines)
     raise PlanFileError(
         f"{where}{': ' * bool(where)}this plan doesn't fit the model ({plan.model.source}):\n{listed}\nMake the plan again for it"
     )
+
+
+def verify_config(plan: Plan, config: Mapping[str, Any], where: str) -> None:
+    """KtoptError where a plan's model and another of the same tree compute differently, as their configs have it; `where` names the
+    other."""
+    found = config_contradictions(config, plan.model.config)
+    if found:
+        lines = [f"{each.key}: {each.model!r} in the plan, {each.file!r} in the model" for each in found]
+        raise PlanFileError(
+            f"this plan was made for {plan.model.source}, and doesn't fit {where}:\n{_listed(lines)}\nMake the plan again for it"
+        )
+
+
+def verify_model(plan: Plan, model: Any) -> None:
+    """KtoptError unless a plan was made for what `model` names, as `ktopt.trees.load_tree` takes it."""
+    from ktopt.trees import load_tree
+
+    graph = model if isinstance(model, ModuleGraph) else load_tree(model)
+    verify_config(plan, graph.config, graph.name)
+    verify(plan, graph, config=graph.config)
 
 
 def _differences(plan: Plan, graph: ModuleGraph) -> Iterator[Iterable[str]]:

@@ -7,6 +7,7 @@ every field is checked before it is used, and nothing in it is executed.
 from __future__ import annotations
 
 import json
+import math
 import re
 import types
 import typing
@@ -119,6 +120,8 @@ def _types(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     if kind is Step:
         return {name: hints[name] for name in Step._fields}, frozenset(Step._fields) - set(Step._field_defaults)
     optional = {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
+    if kind is ModelRef:
+        optional.discard("config_digest")  # computed for a plan that is made, and never for one that is read
     return {f.name: hints[f.name] for f in fields(kind)}, frozenset(hints) - optional
 
 
@@ -147,16 +150,18 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if len(args) == len(value):
             return tuple(_value(a, v, where) for a, v in zip(args, value, strict=True))
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return _free(value) if args[1] is Any else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
+        return _free(value, where) if args[1] is Any else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise PlanFileError(f"{where}: must be {describe_type(hint)}, not {value!r:.60}")
 
 
-def _free(value: Any) -> Any:
+def _free(value: Any, where: str) -> Any:
     """Values of any shape (kwargs, a model's config), with the whole-number keys that JSON made strings."""
     if isinstance(value, Mapping):
-        return {int(k) if _WHOLE_NUMBER.fullmatch(str(k)) else k: _free(v) for k, v in value.items()}
+        return {int(k) if _WHOLE_NUMBER.fullmatch(str(k)) else k: _free(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanFileError(f"{where}: {value} is no number to compute with")
     return value
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktopt import __version__
-from ktopt.diagnostics import Report, UsageError
-from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
+from ktopt.diagnostics import KtoptError, Report, UsageError
+from ktopt.graph import ITEM_BYTES, Module, ModuleGraph, main_dtype
 from ktopt.match import Decision, Matches
 from ktopt.operator import PREFILL, Op, OperatorConfig, OperatorSpec, op_on, without_effect
 from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
@@ -109,7 +109,9 @@ class _Planner:
     def __init__(self, ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: PlanOptions, report: Report) -> None:
         self.ruleset, self.graph, self.matches, self.options, self.report = ruleset, graph, matches, options, report
         self.default_device = options.default_device(ruleset)
-        self.dtype = options.dtype or ruleset.dtype or _config_dtype(graph)
+        asked = options.dtype or ruleset.dtype
+        self.dtype = asked or _model_dtype(graph)
+        self.keeps_dtypes = graph.in_hand and not asked
         default = find("default")
         assert default is not None
         self.default = default
@@ -134,6 +136,7 @@ class _Planner:
         if decision.closed_by is not None:
             return self._closed_tail(module, made[decision.closed_by], self._ruling(self.matches.decisions[decision.closed_by]))
         ruling = self._ruling(decision)
+        dtype = self._dtype(module, ruling)
         return (
             module.cls.name,
             module.role,
@@ -141,8 +144,8 @@ class _Planner:
             ruling.kwargs,
             ruling.prefill_device,
             ruling.generate_device,
-            self.dtype,
-            self._bytes(module, ruling),
+            dtype,
+            self._bytes(module, ruling, dtype),
             decision.rule,
             decision.alias,
             ruling.replicas,
@@ -161,7 +164,7 @@ class _Planner:
             owner.prefill_device,
             owner.generate_device,
             self.dtype,
-            self._bytes(module, ruling),
+            self._bytes(module, ruling, self.dtype),
             None,
             "",
             (),
@@ -170,8 +173,14 @@ class _Planner:
             (),
         )
 
-    def _bytes(self, module: Module, ruling: _Ruling) -> int:
-        return ruling.spec.footprint(module, ruling.config, self.dtype).weight_bytes if module.tensors else 0
+    def _dtype(self, module: Module, ruling: _Ruling) -> str:
+        """What a module's weights are held in: a module in hand that no operator takes keeps its own, unless a dtype is asked for."""
+        if not self.keeps_dtypes or ruling.spec is not self.default:
+            return self.dtype
+        return main_dtype(module.parameters) or self.dtype
+
+    def _bytes(self, module: Module, ruling: _Ruling, dtype: str) -> int:
+        return ruling.spec.footprint(module, ruling.config, dtype).weight_bytes if module.tensors else 0
 
     def _ruling(self, decision: Decision) -> _Ruling:
         key = (decision.rule, decision.place, decision.alias_rules, decision.also)
@@ -349,6 +358,17 @@ class _Planner:
 _NO_KWARGS: Mapping[str, Any] = {}
 
 
-def _config_dtype(graph: ModuleGraph) -> str:
+def _model_dtype(graph: ModuleGraph) -> str:
+    """The dtype of a model's weights: of a model in hand, what most of them are; else what its config says. KtoptError for a model in
+    hand with weights of a dtype that ktopt doesn't hold any in."""
+    if graph.in_hand and graph.dtype:
+        for module in graph.modules:
+            other = next((t for t in module.parameters if "float" in t.dtype and t.dtype not in DTYPES), None)
+            if other is not None:
+                raise KtoptError(
+                    f"{module.path}.{other.name} is {other.dtype}, and ktopt holds weights in {', '.join(DTYPES)}: convert the model, "
+                    "or say in which to hold them with dtype"
+                )
+        return graph.dtype
     found = str(graph.config.get("dtype") or graph.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return found if found in DTYPES else "bfloat16"

@@ -93,6 +93,16 @@ class Blocks:
     def nbytes(self) -> int:
         return self.call[4]
 
+    def __deepcopy__(self, memo: Any) -> Blocks:
+        """Itself: the memory is only read, and `owner` keeps it alive."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: the bytes themselves, since an address means nothing in another process."""
+        if not hasattr(self.owner, "ctypes"):
+            return tensor_blocks, (self.owner,)
+        return blocks, (self.kind, self.rows, self.columns, self.owner.copy())
+
 
 def blocks(kind: str, rows: int, columns: int, data: numpy.ndarray[Any, Any], threads: int = 1) -> Blocks:
     """A matrix from its stored bytes, uint8 of any shape, contiguous; nothing is copied.

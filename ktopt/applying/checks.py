@@ -13,13 +13,14 @@ from torch import nn
 from ktopt import registry
 from ktopt.applying.same_model import check_contradictions, check_unused, no_numbers
 from ktopt.diagnostics import KtoptError
-from ktopt.graph import ITEM_BYTES, ModuleGraph, Tensor
+from ktopt.graph import ITEM_BYTES, ModuleGraph, Tensor, main_dtype
 from ktopt.implementation import BuildContext
 from ktopt.operator import build_config
 from ktopt.placement import device_kind
 from ktopt.plan import Plan, Step
-from ktopt.plan_check import verify
+from ktopt.plan_check import verify, verify_config
 from ktopt.weights import WeightError
+from ktopt.weights.module import ModuleTensors
 
 SHOWN = 10
 """How many of many alike findings a message lists."""
@@ -77,6 +78,8 @@ def prepare(plan: Plan, root: nn.Module, tensors: Any, carry_out: Plan | None = 
     graph = graph_from_module(root)
     config = getattr(root, "config", None)
     verify(plan, graph, config=config.to_dict() if config is not None and hasattr(config, "to_dict") else None)
+    if config is not None and hasattr(config, "to_dict"):
+        verify_config(plan, config.to_dict(), f"this {type(root).__name__}")
     plan = carry_out or plan
     replacements = tuple(_replacements(plan, graph, root))
     check_contradictions(tensors, config)
@@ -147,6 +150,7 @@ def _needs(plan: Plan, graph: ModuleGraph, root: nn.Module, tensors: Any) -> dic
     groups = tied_groups(root)
     fp32 = _fp32_names(root, plan.dtype)
     modules = dict(root.named_modules(remove_duplicate=False))
+    in_hand = isinstance(tensors, ModuleTensors)
     needs: dict[str, Need] = {}
     problems: list[str] = []
     for module in graph.modules:
@@ -167,7 +171,10 @@ def _needs(plan: Plan, graph: ModuleGraph, root: nn.Module, tensors: Any) -> dic
             except WeightError as error:
                 problems.append(f"{error} (wanted by {plan.blame(step)})")
                 continue
-            dtype = _dtype(tensor, step, fp32.search(name) if fp32 else None)
+            if in_hand and step.operator == "default" and step.dtype == main_dtype(module.parameters):
+                dtype = tensor.dtype  # nothing asks for another
+            else:
+                dtype = _dtype(tensor, step, fp32.search(name) if fp32 else None)
             needs[name] = Need(name, shape, dtype, tensor.numel * ITEM_BYTES[dtype], step, read_as, tie)
     if problems:
         raise WeightError(f"{tensors.path}: these weights don't fit the plan's model:\n{_listed(problems)}")

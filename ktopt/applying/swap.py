@@ -8,6 +8,19 @@ from torch import nn
 from ktopt.applying.checks import Prepared, Replacement
 from ktopt.diagnostics import KtoptError
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SHOWN = 4
+"""How many parameters a message names."""
+
+
+def _only_records(hook: object) -> bool:
+    """Whether a forward hook is transformers' own, which keeps results for `output_attentions` and the like."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _count(hooks: int) -> str:
+    return "a hook that is" if hooks == 1 else f"{hooks} hooks that are"
+
 
 class Swap:
     """Builds each operator from its original and puts it in, children before parents, so that a parent's operator is built from
@@ -27,6 +40,7 @@ class Swap:
             built = self._build(replacement, original)
             if built is original:
                 continue
+            self._refuse_losses(replacement, original, built)
             self.replaced.add(replacement.path)
             if not replacement.path:
                 self.root = built
@@ -49,6 +63,28 @@ class Swap:
         if not isinstance(built, nn.Module):
             raise KtoptError(f"{where}: its build returned {type(built).__name__}, not a module")
         return built
+
+    def _refuse_losses(self, replacement: Replacement, original: nn.Module, built: nn.Module) -> None:
+        """KtoptError where the original holds what its operator can't take over: hooks, a forward of its own, other parameters."""
+        where = f"{self._prepared.plan.blame(replacement.context.step)}: {replacement.path}: {replacement.context.step.operator}"
+        kept = {id(module) for module in built.modules()}
+        for name, module in original.named_modules():
+            if id(module) in kept:
+                continue
+            path = f"{replacement.path}.{name}" if name else replacement.path
+            if "forward" in vars(module):
+                raise KtoptError(f"{where} would lose the forward that was set on {path} itself")
+            hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+            if any(not _only_records(hook) or name for hook in hooks):
+                raise KtoptError(f"{where} would lose {_count(len(hooks))} registered on {path}; remove them, or register them later")
+            for hook in hooks:
+                built.register_forward_hook(hook)
+        had = {name for name, _ in original.named_parameters(remove_duplicate=False)}
+        has = {name for name, _ in built.named_parameters(remove_duplicate=False)}
+        for names, problem in ((has - had, "lacks the parameter"), (had - has, "has what the operator doesn't take over:")):
+            if names:
+                kind = type(original).__name__
+                raise KtoptError(f"{where} can't replace it: this {kind} {problem} {', '.join(sorted(names)[:SHOWN])}")
 
     def undo(self) -> None:
         """Put every original back, last one first."""

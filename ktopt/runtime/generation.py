@@ -172,11 +172,39 @@ def generate_stream(
 
     Messages go through the tokenizer's chat template. baseline_bytes: resident memory that `stats` leaves out, by default what the
     process holds now. Other options are those of transformers' `generate` (do_sample, temperature, assistant_model, ...).
-    UsageError for an empty prompt, or for messages without a chat template.
+    UsageError for an empty prompt, for messages without a chat template, or where prompt and new tokens exceed the model's context.
     """
     baseline = resident_bytes() if baseline_bytes is None else baseline_bytes
     inputs = encode(model, tokenizer, prompt)
+    check_length(model, int(inputs["input_ids"].shape[-1]), max_new_tokens)
     return TextStream(model, tokenizer, inputs, baseline, {"max_new_tokens": max_new_tokens, **options})
+
+
+def check_length(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+    """UsageError where a prompt, or it and what is to be generated, is longer than the model's context."""
+    context = context_tokens(model)
+    if context is None or prompt_tokens + max_new_tokens <= context:
+        return
+    if prompt_tokens >= context:
+        raise UsageError(f"the prompt has {prompt_tokens} tokens, and the model's context is {context}: shorten it")
+    raise UsageError(
+        f"the prompt has {prompt_tokens} tokens, which with {max_new_tokens} new ones exceeds the model's context of {context}: "
+        f"generate at most {context - prompt_tokens} (-n {context - prompt_tokens})"
+    )
+
+
+def context_tokens(model: Any) -> int | None:
+    """The tokens that a model was made for, those of its rotary embedding's scaling included; None where its config doesn't say."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    scaled = int(factor * original) if isinstance(factor, int | float) and isinstance(original, int) else 0
+    return max(length, scaled)
 
 
 def encode(model: Any, tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:

@@ -61,7 +61,7 @@ def graph_from_module(model: nn.Module, *, name: str = "") -> ModuleGraph:
     config = _config_of(model)
     model_type = config.get("model_type", "")
     name = name or config.get("_name_or_path", "") or type(model).__name__
-    return _assemble((rows_of(model), ties_of(model)), name, config, model_type)
+    return replace(_assemble((rows_of(model), ties_of(model)), name, config, model_type), in_hand=True)
 
 
 def build_meta_model(config: Mapping[str, Any] | PreTrainedConfig, where: str = "config") -> nn.Module:
