@@ -18,6 +18,7 @@ from ktopt.placement import DTYPES
 from ktopt.ruleset import NameClass, Place, Rule, RuleSet
 from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Sequence, Span
 from ktopt.validate import keys
+from ktopt.validate.lets import Lets, check_order
 from ktopt.validate.replacement import read_device
 from ktopt.validate.rules import RuleReader, read_selector
 from ktopt.validate.shape import Shape, kind_of
@@ -53,7 +54,7 @@ class _Reader:
     default_device_origin: Origin | None = None
     texts: list[str] = field(default_factory=list)
     lets: list[tuple[str, Selector, Origin]] = field(default_factory=list)
-    scopes: dict[int, dict[str, Selector]] = field(default_factory=dict)
+    scopes: dict[int, Lets] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
 
     def document(self, document: Document) -> None:
@@ -62,7 +63,7 @@ class _Reader:
         root = document.root
         if isinstance(root, Sequence):
             self.form = self.form or "list"
-            self.rule_list(shape, root, native=False, lets={})
+            self.rule_list(shape, root, native=False, lets=Lets())
         elif isinstance(root, Mapping):
             self.form = self.form or "native"
             self.native(document, shape, root)
@@ -74,7 +75,7 @@ class _Reader:
             message = f"a rule file is a list of rules or a mapping with `rules:`, not {kind_of(root)}"
             shape.error("KT201", message, root, help="begin each rule with `- match:`")
 
-    def rule_list(self, shape: Shape, nodes: Sequence, *, native: bool, lets: dict[str, Selector]) -> None:
+    def rule_list(self, shape: Shape, nodes: Sequence, *, native: bool, lets: Lets) -> None:
         if not nodes.items and not native:
             shape.error("KT201", "the file holds no rules", nodes, help="begin each rule with `- match:`")
         if self.count + len(nodes.items) > MAX_RULES:
@@ -136,28 +137,32 @@ class _Reader:
         mapping = shape.mapping(node, key, example) if node is not None else None
         return list(mapping.entries) if mapping is not None else []
 
-    def scope(self, document: Document) -> dict[str, Selector]:
+    def scope(self, document: Document) -> Lets:
         """The selectors that `$name` may stand for in a file: its imports' and its own `let`."""
         if id(document) in self.scopes:
             return self.scopes[id(document)]
-        lets: dict[str, Selector] = {}
+        lets = Lets()
         for imported in document.imports:
-            lets.update(self.scope(imported))
+            lets.add_imported(self.scope(imported))
         shape = Shape(document.source.path, self.report)
         if isinstance(document.root, Mapping):
-            for key, node in self.entries(shape, document.root, "let", '`experts: "@model.layers.*.mlp.experts"`'):
+            entries = self.entries(shape, document.root, "let", '`experts: "@model.layers.*.mlp.experts"`')
+            check_order(shape.inside("let"), entries, lets)
+            for key, node in entries:
                 self.let(shape.inside("let"), key, node, lets)
         self.scopes[id(document)] = lets
         return lets
 
-    def let(self, shape: Shape, key: Scalar, node: Node, lets: dict[str, Selector]) -> None:
+    def let(self, shape: Shape, key: Scalar, node: Node, lets: Lets) -> None:
         name = str(key.value)
         text = shape.text(node, name, '`"@model.layers.*"`')
         if not _LET.fullmatch(name):
             shape.error("KT207", f'"{name}" is not a name', key, help="use letters, digits and _, and begin with a letter")
         elif text is not None and isinstance(node, Scalar):
-            selector = read_selector(shape.inside(name), node, text, lets)
-            if selector is not None:
+            selector = None if name in lets.wrong else read_selector(shape.inside(name), node, text, lets)
+            if selector is None:
+                lets.wrong.add(name)
+            else:
                 lets[name] = selector
                 self.lets.append((name, selector, shape.origin(key)))
 
@@ -176,7 +181,7 @@ class _Reader:
             if name not in used:
                 self.report.info("KT209", f"let {name}: nothing in this file uses ${name}", origin, help="take it out, or use it")
 
-    def place(self, shape: Shape, device: Scalar, node: Node, lets: dict[str, Selector]) -> None:
+    def place(self, shape: Shape, device: Scalar, node: Node, lets: Lets) -> None:
         name = read_device(shape, device)
         text = shape.text(node, str(device.value), '`"layer in 0..29"`')
         if text is None or not isinstance(node, Scalar):

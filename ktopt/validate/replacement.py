@@ -35,7 +35,8 @@ def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:
             return None
         near = registry.suggest(name)
         simple = near.rpartition(".")[2]
-        message = f"{package} has no {last} in this version" if package else f'there is no operator "{name}"'
+        known = any(name.startswith(f"{home}.") for home in _packages())
+        message = f"{package} has no {last} in this version" if known else f'there is no operator "{name}"'
         message += f"; did you mean {simple}?" if near else ""
         help = f"write {near}" if near else "`ktopt operators` lists them all; `default` keeps the module and only places it"
         fix = shape.rewrite(f"write {near}", node, near, safe=False) if near else None
@@ -44,6 +45,12 @@ def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:
     if spec.lost:
         shape.warning("KT410", f"{spec.name} works on any torch device here, without {spec.lost}", node)
     return spec
+
+
+def _packages() -> set[str]:
+    """The packages that operators are written with, such as ktransformers."""
+    names = (name for spec in registry.specs() for name in (spec.name, *spec.aliases))
+    return {name.partition(".")[0] for name in names if "." in name}
 
 
 def _owner(op: str) -> str:
@@ -229,9 +236,10 @@ def read_device(shape: Shape, node: Scalar) -> str:
     text = str(node.value)
     try:
         return canonical_device(text)
-    except ValueError:
-        near = near_device(text)
-    message = f'"{text}" is not a device' + (f"; did you mean {near}?" if near else "")
+    except ValueError as error:
+        near, why = near_device(text), str(error).partition(" is not a device")[2]
+    hint = f"; did you mean {near}?" if near else why if why.startswith(":") else ""
+    message = f'"{text}" is not a device{hint}'
     help = f"devices are {', '.join(DEVICE_KINDS)}, or one with a number such as cuda:1"
     same = near == text.strip().lower()
     fix = shape.rewrite(f"write {near}", node, f'"{near}"', safe=same) if near else None
@@ -241,6 +249,8 @@ def read_device(shape: Shape, node: Scalar) -> str:
 
 def near_device(text: str) -> str:
     """The device that a misspelt one was probably meant as ("" when none is near): gpu:1 is cuda:1, CPU is cpu, cuda1 is cuda:1."""
+    if "-" in text:
+        return ""
     kind = text.strip().lower().rstrip("0123456789: ")
     number = text.strip()[len(kind) :].strip(": ")
     kind = "cuda" if kind in ("gpu", "nvidia", "cuda", "hip", "rocm") else nearest(kind, DEVICE_KINDS)

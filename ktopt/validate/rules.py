@@ -11,6 +11,7 @@ from ktopt.pattern.check import RegexProblem, check_regex, class_as_number_range
 from ktopt.ruleset import NameClass, Replacement, Rule
 from ktopt.source import Mapping, Node, Origin, Position, Scalar, Span
 from ktopt.validate import keys
+from ktopt.validate.lets import Lets
 from ktopt.validate.replacement import KwargsReader, find_operator
 from ktopt.validate.shape import Shape
 
@@ -30,7 +31,7 @@ class RuleReader:
     index: int
     later: int
     native: bool
-    lets: dict[str, Selector]
+    lets: Lets
 
     def read(self) -> Rule | None:
         """The rule, or None with findings."""
@@ -186,8 +187,11 @@ class RuleReader:
         return self.shape.mapping(kwargs, "kwargs", "`generate_device: cuda:0`", fix)
 
 
-def read_selector(shape: Shape, node: Scalar, text: str, lets: dict[str, Selector], *, when: bool = False) -> Selector | None:
-    """The selector in a scalar. Its findings stand at columns of the text within the quotes."""
+def read_selector(shape: Shape, node: Scalar, text: str, lets: Lets, *, when: bool = False) -> Selector | None:
+    """The selector in a scalar. Its findings stand at columns of the text within the quotes; one that uses a name which is wrong
+    has none of its own."""
+    if lets.uses_wrong(text):
+        return None
     from ktopt.selector import parse_selector
 
     start = node.part(0).start if text else node.span.start

@@ -112,9 +112,11 @@ class Shape:
         if isinstance(node, Mapping):
             return node
         if isinstance(node, Scalar) and node.value is None:
-            self.error("KT205", f"`{name}:` is empty", node, help=f"write {example} below it, or delete the key", fix=fix)
+            shown = name if " " in name else f"`{name}:`"
+            self.error("KT205", f"{shown} is empty", node, help=f"write {example} below it, or delete the key", fix=fix)
         else:
-            self.error("KT206", f"`{name}` must be a mapping, not {kind_of(node)}", node, help=f"write {example}")
+            shown = name if " " in name else f"`{name}`"
+            self.error("KT206", f"{shown} must be a mapping, not {kind_of(node)}", node, help=f"write {example}")
         return None
 
     def texts(self, node: Node, name: str, example: str) -> tuple[str, ...]:
