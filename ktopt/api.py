@@ -39,8 +39,8 @@ def apply(
     progress  called with a ProgressEvent after every tensor
     options   of `compile`, where `plan` is a rule file: device, dtype, hardware, remap
 
-    The model comes back in eval mode, and its parameters ask for no gradient. A model in hand keeps the dtypes that it has unless one
-    is asked for. KtoptError says what stands in the way; a model in hand is then as it was. So it is where a module to be replaced
+    The model comes back in eval mode, and its parameters ask for no gradient. A model in hand keeps the dtypes that it has unless
+    one is asked for. KtoptError says what stands in the way; a model in hand is then as it was. So it is where a module to be replaced
     has hooks, a forward set on it, or parameters that its operator doesn't know (of `torch.nn.utils.parametrize`, say). A plan is
     refused for another model than it was made for, and so are weights of another model.
     """

@@ -63,8 +63,8 @@ def save_folder(
     """Write the folder `out` for a plan and the weights that it is to be applied to; returns its path.
 
     Everything is written beside `out` first and renamed at the end, so that a failure leaves nothing. UsageError where `out` can't
-    be written, or exists and is neither empty nor such a folder and no more; KtoptError where the weights don't fit the plan. `progress` is
-    called after every tensor that is copied, with the file's bytes.
+    be written, or exists and is neither empty nor such a folder and no more; KtoptError where the weights don't fit the plan.
+    `progress` is called after every tensor that is copied, with the file's bytes.
     """
     out = Path(out).absolute()
     check_writable(out)
@@ -307,8 +307,9 @@ def check_quantization(quantization: Mapping[str, Any], where: str) -> None:
         if name not in known:
             raise KtoptError(f"{where}: quantization_config has the unknown field {name!r}; {AGAIN}")
         _check_field(value, known[name], f"{where}: quantization_config.{name}")
-    if quantization.get("dtype", DTYPES[0]) not in DTYPES:
-        raise KtoptError(f"{where}: quantization_config.dtype is {quantization['dtype']!r}, not one of {', '.join(DTYPES)}; {AGAIN}")
+    dtype = quantization.get("dtype", DTYPES[0])
+    if dtype not in DTYPES:
+        raise KtoptError(f"{where}: quantization_config.dtype is {dtype!r}, not one of {', '.join(DTYPES)}; {AGAIN}")
     for index, ref in enumerate(quantization.get("weights", ())):
         here = f"{where}: quantization_config.weights[{index}]"
         _check_field(ref, dict, here)

@@ -174,7 +174,7 @@ class _Planner:
         )
 
     def _dtype(self, module: Module, ruling: _Ruling) -> str:
-        """What a module's weights are held in: a module in hand that no operator takes keeps its own, unless a dtype is asked for."""
+        """What a module's weights are held in: one in hand that no operator takes keeps its own, unless a dtype is asked for."""
         if not self.keeps_dtypes or ruling.spec is not self.default:
             return self.dtype
         return main_dtype(module.parameters) or self.dtype
@@ -359,15 +359,15 @@ _NO_KWARGS: Mapping[str, Any] = {}
 
 
 def _model_dtype(graph: ModuleGraph) -> str:
-    """The dtype of a model's weights: of a model in hand, what most of them are; else what its config says. KtoptError for a model in
-    hand with weights of a dtype that ktopt doesn't hold any in."""
+    """The dtype of a model's weights: of a model in hand, what most of them are; else what its config says. KtoptError for a model
+    in hand with weights of a dtype that ktopt doesn't hold any in."""
     if graph.in_hand and graph.dtype:
         for module in graph.modules:
             other = next((t for t in module.parameters if "float" in t.dtype and t.dtype not in DTYPES), None)
             if other is not None:
                 raise KtoptError(
-                    f"{module.path}.{other.name} is {other.dtype}, and ktopt holds weights in {', '.join(DTYPES)}: convert the model, "
-                    "or say in which to hold them with dtype"
+                    f"{module.path}.{other.name} is {other.dtype}, and ktopt holds weights in {', '.join(DTYPES)}: convert the "
+                    "model, or say in which to hold them with dtype"
                 )
         return graph.dtype
     found = str(graph.config.get("dtype") or graph.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")

@@ -19,7 +19,7 @@ from ktopt.selection.families import template
 from ktopt.source import FILE_START, Origin
 from ktopt.weights.ggml_types import NOT_DEQUANTISED
 from ktopt.weights.open import open_weights
-from ktopt.weights.source import MissingTensor, StoredTensor, WeightError, WeightSource
+from ktopt.weights.source import WHOLE_NUMBERS, MissingTensor, StoredTensor, WeightError, WeightSource
 
 LAYERS = "num_hidden_layers"
 COUNTS = {
@@ -34,9 +34,8 @@ COUNTS = {
     "num_experts_per_tok": "experts a token",
     "kv_lora_rank": "latent size",
 }
-"""What a config and a weight file's own metadata must agree on, and its name in messages."""
+"""What only a weight file's tensors may tell of its config, and its name in messages; the rest weights/agreement.py compares."""
 ONE_MODEL = "give the weights and the config of one model"
-WHOLE_NUMBERS = frozenset({"I8", "I16", "I32", "I64", "U8", "BOOL"})
 
 
 def check_weights(matches: Matches, weights: str | os.PathLike[str] | WeightSource, report: Report) -> None:
@@ -83,12 +82,16 @@ class _Check:
     def run(self) -> None:
         graph = self.matches.graph
         differing = _differing(graph.config, _own_config(self.source))
-        if differing:
-            listed = ", ".join(f"{COUNTS[key]} {file} and not {model}" for key, (model, file) in differing.items())
-            message = f"{self.source.path} is of another model than {graph.name or 'the one given'}: {listed}"
+        compare = getattr(self.source, "contradictions", None)
+        contradictions = compare(graph.config) if compare is not None else []
+        said = {each.means for each in contradictions}
+        listed = [str(each) for each in contradictions]
+        listed += [f"{COUNTS[key]} {file} and not {model}" for key, (model, file) in differing.items() if key not in said]
+        if listed:
+            message = f"{self.source.path} is of another model than {graph.name or 'the one given'}: {'; '.join(listed)}"
             self.report.error("KT703", message, self.start, help=ONE_MODEL)
         layers = differing.get(LAYERS, (0, None))[1]
-        others = bool(differing.keys() - {LAYERS})
+        others = bool((differing.keys() | said) - {LAYERS})
         for module in graph:
             if layers is None or module.layer is None or module.layer < layers:
                 self.module(module, shapes=not others)

@@ -22,7 +22,7 @@ def check_contradictions(tensors: Any, config: Any) -> None:
     found = compare(config.to_dict())
     if found:
         lines = "\n".join(f"  {each}" for each in found[:SHOWN])
-        raise WeightError(f"{tensors.path}: these weights say that they are another model's:\n{lines}\nGive the weights of this model")
+        raise WeightError(f"{tensors.path}: these weights say that they are of another model:\n{lines}\nGive those of this model")
 
 
 def check_unused(tensors: Any, names: Iterable[str], ignored: Iterable[str] = ()) -> None:

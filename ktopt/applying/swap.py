@@ -76,7 +76,9 @@ class Swap:
                 raise KtoptError(f"{where} would lose the forward that was set on {path} itself")
             hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
             if any(not _only_records(hook) or name for hook in hooks):
-                raise KtoptError(f"{where} would lose {_count(len(hooks))} registered on {path}; remove them, or register them later")
+                raise KtoptError(
+                    f"{where} would lose {_count(len(hooks))} registered on {path}; remove them, or add them afterwards"
+                )
             for hook in hooks:
                 built.register_forward_hook(hook)
         had = {name for name, _ in original.named_parameters(remove_duplicate=False)}

@@ -195,7 +195,7 @@ def check_length(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
 
 def context_tokens(model: Any) -> int | None:
     """The tokens that a model was made for, those of its rotary embedding's scaling included; None where its config doesn't say."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):

@@ -38,7 +38,8 @@ class Contradiction:
     means: str
 
     def __str__(self) -> str:
-        return f"{self.key} is {_shown(self.file)}, and the model's {self.means} makes it {_shown(self.model)}"
+        models = "the model's" if self.key == self.means else f"the model's {self.means} makes it"
+        return f"{self.key} is {_shown(self.file)}, and {models} {_shown(self.model)}"
 
 
 def config_contradictions(file: Mapping[str, Any], model: Mapping[str, Any]) -> list[Contradiction]:

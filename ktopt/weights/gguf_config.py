@@ -60,7 +60,7 @@ class HyperParameters:
         """A number that is finite."""
         value = self._get(key, (float, int), "a number", default)
         if not math.isfinite(value):
-            raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value}, which is no number to compute with")
+            raise WeightError(f"{self.file.path}: the metadata key {self.arch}.{key} is {value}; no model computes with that")
         return _short(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
