@@ -40,9 +40,9 @@ def apply(
     options   of `compile`, where `plan` is a rule file: device, dtype, hardware, remap
 
     The model comes back in eval mode, and its parameters ask for no gradient. A model in hand keeps the dtypes that it has unless
-    one is asked for. KtoptError says what stands in the way; a model in hand is then as it was. So it is where a module to be replaced
-    has hooks, a forward set on it, or parameters that its operator doesn't know (of `torch.nn.utils.parametrize`, say). A plan is
-    refused for another model than it was made for, and so are weights of another model.
+    one is asked for. KtoptError says what stands in the way; a model in hand is then as it was. Refused are a module to be replaced
+    that has hooks, a forward set on it, or parameters that its operator doesn't know (of `torch.nn.utils.parametrize`, say), a plan
+    of another model, and weights of another model.
     """
     known_options(options, [name for name in OPTIONS if name != "weights"])
     plan = plan if isinstance(plan, Plan) else _rules_or_plan(plan)

@@ -57,7 +57,7 @@ def small_plan(file: str) -> Plan:
         config = build_config(spec, owner.kwargs)[0]
         size = spec.footprint(module, config, step.dtype).weight_bytes if module.tensors else 0
         steps.append(step._replace(path=module.path, inside=inside, weight_bytes=size))
-    ref = replace(plan.model, tree=graph.digest, config=model.config.to_dict())
+    ref = replace(plan.model, tree=graph.digest, config=model.config.to_dict(), config_digest="")
     return replace(plan, model=ref, steps=tuple(steps), transfers=derive_transfers(graph, steps))
 
 

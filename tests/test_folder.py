@@ -187,9 +187,9 @@ def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(made, tmp_pa
 def test_an_earlier_folder_is_replaced_whole(made, tmp_path):
     _, plan, file = made
     out = save_folder(plan, tmp_path / "out", file)
-    (out / "stale.txt").write_text("old")
+    (out / "chat_template.jinja").write_text("old")
     save_folder(plan, out, file)
-    assert "stale.txt" not in files_of(out)
+    assert "chat_template.jinja" not in files_of(out)
     assert files_of(tmp_path) == {"out"}
 
 
@@ -303,7 +303,7 @@ def test_generate_stops_at_the_tokenizers_end_token_where_the_models_config_has_
         ({"plan": "../plan.json"}, "must lie in the folder itself"),
         ({"plan": "gone.json"}, "gone.json"),
         ({"weights": []}, "names no weights"),
-        ({"weights": [{"size": 3}]}, "names no weights"),
+        ({"weights": [{"size": 3}]}, "weights.0..path must be a text"),
     ],
 )
 def test_a_folder_with_a_wrong_config_is_refused(made, tmp_path, change, message):
