@@ -1,18 +1,4 @@
-"""The machine that a plan is for: this one, a preset such as "2x24GB", or one described in a file. No torch.
-
-A hardware file is YAML or JSON, a mapping:
-
-    name: my workstation            # what plans call it; the file's name if left out
-    ram: 128GiB                     # a size, or bytes; 0 or left out: not known, and then not checked
-    cores: 32
-    cpu_features: [avx512_vnni]     # as /proc/cpuinfo names them; "amx" stands for amx_tile
-    devices:
-      - {name: "cuda:0", memory: 24GiB, model: RTX 4090, sm: 89}
-      - {name: cuda, count: 4, memory: 80GiB, sm: 90}      # the next four: cuda:1 to cuda:4
-
-A preset is "cpu" or COUNTxSIZE, with RAM after a plus sign where it matters: "8x80GB", "1x24GB+128GB". Sizes in presets are GiB, as
-GPU makers mean them.
-"""
+"""The machine that a plan is for: this one, a preset such as "2x24GB", or one described in a file (FILE_FORMAT). No torch."""
 
 from __future__ import annotations
 
@@ -27,6 +13,23 @@ from typing import Any
 
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.placement import DEVICE_KINDS, Device, Hardware, canonical_device
+
+FILE_FORMAT = """\
+--hardware names the machine that is planned for: "here" (this one), a preset, or a file that describes it.
+
+A preset is "cpu" or COUNTxSIZE, with RAM after a plus sign where it matters: 8x80GB, 1x24GB+128GB. Sizes in presets are GiB, as GPU
+makers mean them.
+
+A file is what `ktopt doctor --json` prints on the machine, or a mapping in YAML or JSON:
+
+    name: my workstation            # what plans call it; the file's name if left out
+    ram: 128GiB                     # a size, or bytes; 0 or left out: not known, and then not checked
+    cores: 32
+    cpu_features: [avx512_vnni]     # as /proc/cpuinfo names them; "amx" stands for amx_tile
+    devices:
+      - {name: "cuda:0", memory: 24GiB, model: RTX 4090, sm: 89}
+      - {name: cuda, count: 4, memory: 80GiB, sm: 90}      # the next four: cuda:1 to cuda:4
+"""
 
 GIB = 1 << 30
 FILE_LIMIT_BYTES = 64 * 1024
@@ -85,10 +88,12 @@ def parse_size(value: Any) -> int | None:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A hardware file (see the top of this file). KtoptError names the file and the key that is wrong."""
+    """A hardware file (see FILE_FORMAT). KtoptError names the file and the key that is wrong."""
     data = _load_yaml(path)
     if not isinstance(data, dict):
         raise KtoptError(f"{path}: a hardware file is a mapping with name, ram, cores, cpu_features and devices")
+    if "gpus" in data and "ktopt" in data:
+        data = _from_doctor(data)
     _known_keys(path, "", data, ("name", "ram", "cores", "cpu_features", "devices"))
     devices: list[Device] = []
     entries = data.get("devices") or []
@@ -109,6 +114,21 @@ def read_hardware(path: Path) -> Hardware:
         cores=_count(path, "cores", data.get("cores", 0), 0, 1 << 16),
         cpu_features=frozenset(features),
     )
+
+
+def _from_doctor(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What `ktopt doctor --json` printed, as a hardware file has it."""
+    cpu = facts.get("cpu")
+    cpu = cpu if isinstance(cpu, Mapping) else {}
+    gpus = facts["gpus"] if isinstance(facts["gpus"], list) else []
+    names = {"memory_bytes": "memory"}
+    return {
+        "name": facts.get("name") or "machine",
+        "ram": facts.get("ram_bytes") or 0,
+        "cores": cpu.get("cores") or 0,
+        "cpu_features": cpu.get("flags") or cpu.get("features") or [],
+        "devices": [{names.get(k, k): v for k, v in gpu.items()} if isinstance(gpu, Mapping) else gpu for gpu in gpus],
+    }
 
 
 def _read_devices(path: Path, where: str, entry: Any, before: list[Device]) -> list[Device]:

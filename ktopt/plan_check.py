@@ -17,7 +17,7 @@ from typing import Any
 from ktopt import registry
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
-from ktopt.operator import OperatorConfig, OperatorSpec, build_config, op_on
+from ktopt.operator import OperatorConfig, OperatorSpec, build_config, op_on, yaml_text
 from ktopt.placement import DTYPES, device_kind
 from ktopt.plan import Plan, Step, digest_of
 from ktopt.plan_json import PlanFileError, load_plan
@@ -90,7 +90,7 @@ def verify_config(plan: Plan, config: Mapping[str, Any], where: str) -> None:
     other."""
     found = config_contradictions(config, plan.model.config)
     if found:
-        lines = [f"{each.key}: {each.model!r} in the plan, {each.file!r} in the model" for each in found]
+        lines = [f"{each.key}: {yaml_text(each.model)} in the plan, {yaml_text(each.file)} in the model" for each in found]
         raise PlanFileError(
             f"this plan was made for {plan.model.source}, and doesn't fit {where}:\n{_listed(lines)}\nMake the plan again for it"
         )
@@ -256,7 +256,7 @@ def _footprints(spec: OperatorSpec, config: OperatorConfig, module: Module, dtyp
 
 def _config_differences(plan: Plan, mine: Any) -> list[str]:
     return [
-        f"{key}: {value!r} in the plan, {mine[key]!r} in the model"
+        f"{key}: {yaml_text(value)} in the plan, {yaml_text(mine[key])} in the model"
         for key, value in plan.model.config.items()
         if key in mine and mine[key] != value and isinstance(value, (int, str, float))
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktopt.folding import fold_paths
+from ktopt.operator import yaml_text
 from ktopt.plan import Plan, Step
 
 COMPARED = ("cls", "operator", "kwargs", "prefill_device", "generate_device", "dtype", "replicas", "inside", "runs", "weight_bytes")
@@ -116,4 +117,4 @@ def fold(paths: Iterable[str]) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    return "none" if value in (None, "", (), {}) else str(value)
+    return "none" if value in (None, "", (), {}) else yaml_text(value)

@@ -103,7 +103,7 @@ def plan_from_json(data: Mapping[str, Any], where: str = "plan") -> Plan:
     found = data.pop("format", None)
     if found != FORMAT:
         raise PlanFileError(
-            f"{where}: plan format {found!r}; this ktopt reads format {FORMAT}. Make the plan again with `ktopt plan`"
+            f"{where}: plan format {_shown(found)}; this ktopt reads format {FORMAT}. Make the plan again with `ktopt plan`"
         )
     try:
         plan: Plan = _read(Plan, data, where)
@@ -127,7 +127,7 @@ def _types(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 def _read(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise PlanFileError(f"{where}: expected an object, found {data!r:.60}")
+        raise PlanFileError(f"{where}: must be an object, not {_shown(data)}")
     hints, required = _types(kind)
     unknown = [key for key in data if key not in hints]
     if unknown:
@@ -153,7 +153,22 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return _free(value, where) if args[1] is Any else {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise PlanFileError(f"{where}: must be {describe_type(hint)}, not {value!r:.60}")
+    raise PlanFileError(f"{where}: must be {_in_words(hint)}, not {_shown(value)}")
+
+
+def _in_words(hint: Any) -> str:
+    """A field's type as JSON has it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_in_words, args))
+    if origin is tuple:
+        return "a list" if len(args) == 2 and args[1] is Ellipsis else f"a list of {len(args)}"
+    return "an object" if origin is not None and issubclass(origin, Mapping) else describe_type(hint)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _free(value: Any, where: str) -> Any:

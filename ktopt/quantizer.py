@@ -62,7 +62,10 @@ class KtoptQuantizer(HfQuantizer):
     def update_dtype(self, dtype: Any) -> Any:
         import torch
 
-        return getattr(torch, self.quantization_config.dtype)
+        planned = getattr(torch, self.quantization_config.dtype)
+        if dtype is not None and dtype != planned:
+            logger.warning("dtype=%s is ignored: the plan in the folder was made for %s", dtype, planned)
+        return planned
 
     def update_device_map(self, device_map: Any) -> None:
         if device_map is not None:

@@ -119,7 +119,7 @@ def test_upstream_misspellings_of_kwargs_are_other_names_of_the_right_ones() -> 
     (rule("{class: default, recursive: false}"), "KT204", 2, "`recursive` belongs beside match and replace"),
     (rule("{class: Default}"), "KT401", 2, "did you mean default?"),
     (rule("{class: KLinearMarlin}"), "KT401", 2, "KLinearMarlin is an op of KTransformersLinear, not an operator"),
-    (rule("{class: torch.nn.Linear}"), "KT401", 2, "there is no operator "torch.nn.Linear""),
+    (rule("{class: torch.nn.Linear}"), "KT401", 2, 'there is no operator "torch.nn.Linear"'),
     (kwargs("default", "generate_device: gpu"), "KT501", 2, '"gpu" is not a device; did you mean cuda:0?'),
     (kwargs("default", "generate_device: 'cuda:x'"), "KT501", 2, '"cuda:x" is not a device'),
     (kwargs("default", "generate_device: [cpu]"), "KT404", 2, "`generate_device` must be a string or null"),

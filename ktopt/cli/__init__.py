@@ -60,7 +60,7 @@ COMMANDS = {
     "operators": Command("operators", "list the operators, or show one", "ktopt operators KTransformersLinear"),
     "graph": Command("graph", "draw a plan: modules, devices and transfers", f"ktopt graph {_SMALL} --format dot"),
     "doctor": Command("doctor", "say what this machine has that ktopt can use", "ktopt doctor"),
-    "explain": Command("explain", "print the page of a finding's code", "ktopt explain KT302"),
+    "explain": Command("explain", "print the page of a finding's code, or of hardware files", "ktopt explain KT302"),
     "fmt": Command("fmt", "bring rule files into their normal form, comments kept", "ktopt fmt rules/smollm2/cpu.yaml --diff"),
     "init": Command(
         "init",

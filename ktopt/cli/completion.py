@@ -92,7 +92,7 @@ def _known(command: str, dest: str) -> tuple[str, ...]:
     if dest in ("code", "select", "ignore"):
         from ktopt.codes import CLASSES, CODES
 
-        return tuple(CODES) if dest == "code" else (*CLASSES, *CODES)
+        return (*CODES, "hardware") if dest == "code" else (*CLASSES, *CODES)
     if (command, dest) == ("operators", "name"):
         from ktopt.registry import specs
 

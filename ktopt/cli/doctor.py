@@ -27,7 +27,7 @@ FLASHINFER_SM = 75
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", nargs="?", help="check this folder of ktopt apply fully, and not the machine")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="as JSON, which --hardware of other commands takes as a file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +63,7 @@ def gather() -> dict[str, Any]:
     versions = {name: installed(name) or None for name in NEEDED}
     return {
         "ktopt": __version__,
+        "name": machine.name,
         "python": platform.python_version(),
         "packages": versions,
         "missing": [name for name, found in versions.items() if found is None],
@@ -71,6 +72,7 @@ def gather() -> dict[str, Any]:
             "model": cpu_model(),
             "cores": machine.cores,
             "features": [f for f in USEFUL_FEATURES if f in machine.cpu_features],
+            "flags": sorted(machine.cpu_features),
         },
         "cpu_kernels": cpu_kernels(),
         "ram_bytes": machine.ram_bytes,

@@ -64,7 +64,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hardware",
         metavar="H",
-        help="machine to plan for: here, a preset (cpu, 1x24GB, 8x80GB+512GB), or a file that describes it",
+        help="machine to plan for: here, a preset (cpu, 1x24GB, 8x80GB+512GB), or a file (ktopt explain hardware says of what)",
     )
     group.add_argument(
         "--device", metavar="D", help="where modules go that nothing places (default: cuda:0 for list files, else cpu)"

@@ -26,7 +26,7 @@ machine finds what an idle one does."""
 TOTAL_S = 1.0
 """Seconds that all patterns of one run may take together which backtrack at all."""
 
-MAX_LENGTH = 4000
+MAX_LENGTH = 2000
 MAX_REPEATED = 2000
 """Most characters that a pattern's counted repeats may demand. No module path is as long, and `regex` unrolls them into memory."""
 
@@ -54,13 +54,12 @@ class PatternTimeout(KtoptError):
     took more than TOTAL_S together."""
 
     def __init__(self, text: str, own: bool = True) -> None:
-        remedy = "keep one `.*` where there are several, and none inside a repeated group"
-        super().__init__(
-            f"the pattern {text!r} took more than {BUDGET_S:g} s: its repeats overlap, so that it backtracks for ever; {remedy}"
+        why = (
+            f"took more than {BUDGET_S:g} s: its repeats overlap, so that it backtracks for ever"
             if own
-            else f"the pattern {text!r} was given up: the patterns up to it took more than {TOTAL_S:g} s together, as those do whose "
-            f"repeats overlap; {remedy}"
+            else f"was given up: the patterns up to it took more than {TOTAL_S:g} s together, as those do whose repeats overlap"
         )
+        super().__init__(f"the pattern {text!r} {why}; keep one `.*` where there are several, and none inside a repeated group")
         self.text = text
         self.own = own
 

@@ -9,13 +9,16 @@ from ktopt.clauses import give_up
 from ktopt.diagnostics import Edit, Fix, Related
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches
-from ktopt.operator import nearest
+from ktopt.operator import nearest, yaml_text
 from ktopt.pattern import PatternTimeout, compile_pattern
 from ktopt.pattern.check import literal_backslash
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import in_words
 from ktopt.selector import Selector
+from ktopt.selector.expression import Equal
+from ktopt.selector.expression import Matches as MatchesRegex
+from ktopt.selector.fields import Test, config_value, holds, tensor_values
 from ktopt.source import Origin
 from ktopt.treeindex import index_of, is_a, members
 
@@ -55,7 +58,25 @@ def near_names(selector: Selector, graph: ModuleGraph) -> str | None:
     """What is nearest to names in a selector that the tree doesn't have."""
     hints = [_near_class(c, graph) for c in selector.classes_written if not _of_class(c, graph)]
     hints += [_near_segment(s, graph) for s in selector.segments_written if s not in segments(graph)]
+    hints += [_known_values(test, graph) for test in selector.tests]
     return "; ".join(h for h in hints if h) or None
+
+
+def _known_values(test: Test, graph: ModuleGraph) -> str | None:
+    """What a test's field can be, where it is a config key that the model hasn't, or a value that no module has."""
+    if test.field.startswith("config."):
+        key = test.field.removeprefix("config.")
+        value = config_value(graph.config, key)
+        if value is not None:
+            fails = not isinstance(test, MatchesRegex) and not holds(test, [value])
+            return f"config.{key} of {_model(graph)} is {yaml_text(value)}" if fails else None
+        near = nearest(key, graph.config)
+        return f"{_model(graph)}'s config has no {key}" + (f"; did you mean config.{near}?" if near else "")
+    if test.field != "dtype" or not isinstance(test, Equal):
+        return None
+    values = {str(value) for module in graph for value in tensor_values("dtype", module)}
+    missing = [str(value) for value in test.values if value not in values]
+    return f"no module has dtype={missing[0]}; there are {', '.join(sorted(values))}" if missing else None
 
 
 def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Finding:

@@ -19,7 +19,7 @@ from ktopt.placement import Hardware
 from ktopt.selector.errors import SelectorError, explain
 from ktopt.selector.evaluate import Evaluation, truth
 from ktopt.selector.expression import Call, Equal, Expression, Glob, Matches, Order, Range, Ref, Unequal, walk
-from ktopt.selector.fields import about_machine, about_model, about_storage
+from ktopt.selector.fields import Test, about_machine, about_model, about_storage
 from ktopt.selector.glob import numbers_written, words_written
 from ktopt.selector.surroundings import NOTHING, Storage, Surroundings
 from ktopt.source import Origin, Position, Span
@@ -86,9 +86,14 @@ class Selector:
         """Whether it chooses among modules, rather than all or none."""
         return any(not about_model(f) for f in self._fields) or any(isinstance(n, Glob | Call) for n in walk(self.root))
 
+    @property
+    def tests(self) -> list[Test]:
+        """Its tests of fields, those of named selectors included."""
+        return [n for n in walk(self.root) if isinstance(n, Equal | Unequal | Matches | Order)]
+
     @cached_property
     def _fields(self) -> list[str]:
-        return [n.field for n in walk(self.root) if isinstance(n, Equal | Unequal | Matches | Order)]
+        return [test.field for test in self.tests]
 
     @property
     def names_used(self) -> frozenset[str]:

@@ -123,7 +123,14 @@ def _find_config(path: str) -> tuple[Mapping[str, Any], str, str]:
     if where.suffix.lower() == ".gguf":
         why = "does not begin with GGUF" if where.stat().st_size else "is empty"
         raise KtoptError(f"{where}: not a GGUF file: it {why}")
-    return read_config(where), path, str(where)
+    config = read_config(where)
+    stored = config.get("quantization_config")
+    if isinstance(stored, Mapping) and stored.get("quant_method") == "ktopt":
+        raise UsageError(
+            f"{path} is what `ktopt apply` wrote: a model with its plan. `ktopt run` takes it in a rule file's place, and "
+            "`ktopt plan` its plan.json; as a model, name the one that it was made from"
+        )
+    return config, path, str(where)
 
 
 def _is_gguf(path: Path) -> bool:
