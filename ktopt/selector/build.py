@@ -114,7 +114,7 @@ class Build(Transformer_NonRecursive):  # type: ignore[misc,type-arg]
         if field in TEXT_FIELDS or field.startswith("hw.cpu."):
             raise _at(token, f"{field} has no order", f"write {field}=... or {field}!=...")
         found = _NUMBER.fullmatch(number)
-        value = float(found[1]) if found is not None and len(found[1]) <= MAX_DIGITS else inf
+        value = float(found[1]) if found is not None and len(found[1].lstrip("-")) <= MAX_DIGITS else inf
         if found is None or isinf(value):
             raise _at(number, f"{number} is no number, or too large a one")
         value = (int(found[1]) if found[1].lstrip("-").isdigit() else value) * UNITS[found[2].upper()]
