@@ -140,8 +140,15 @@ def test_a_full_disk_is_told_in_a_line():
     with open("/dev/full", "w") as full:
         ended = ktopt("plan", "r.yaml", *MODEL, stdout=full)
         assert (ended.returncode, ended.stderr) == (1, "error: No space left on device\n")
+        assert ktopt("plan", "--help", stdout=full).returncode == 1
         ended = subprocess.run([sys.executable, "-P", "-m", "ktopt", "plan", "r.yaml"], stderr=full, check=False)
         assert ended.returncode == 2
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path):
+    command = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -P -m ktopt check r.yaml"
+    ended = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "error: the working directory is gone\n")
 
 
 def test_closed_standard_streams_are_no_bug():

@@ -98,11 +98,12 @@ def _answer(arguments: list[str]) -> int:
     _mend_streams()
     drop_checkout_root()
     try:
-        code = _dispatch(arguments)
+        try:
+            code = _dispatch(arguments)
+        except SystemExit as stop:  # argparse, after it has printed help or what is wrong
+            code = stop.code if isinstance(stop.code, int) else USAGE
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse, after it has printed help or what is wrong
-        return stop.code if isinstance(stop.code, int) else USAGE
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
@@ -138,6 +139,8 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
 
 def os_error(error: OSError) -> str:
     """What the operating system refused, and of which file."""
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        return "the working directory is gone"
     why = error.strerror or str(error) or type(error).__name__
     return f"{os.fsdecode(error.filename)}: {why}" if isinstance(error.filename, str | bytes) else why
 
