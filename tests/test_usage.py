@@ -140,7 +140,7 @@ def test_a_full_disk_is_told_in_a_line():
     with open("/dev/full", "w") as full:
         ended = ktopt("plan", "r.yaml", *MODEL, stdout=full)
         assert (ended.returncode, ended.stderr) == (1, "error: No space left on device\n")
-        assert ktopt("plan", "--help", stdout=full).returncode == 1
+        assert ktopt("--help", stdout=full).returncode == 1
         ended = subprocess.run([sys.executable, "-P", "-m", "ktopt", "plan", "r.yaml"], stderr=full, check=False)
         assert ended.returncode == 2
 
