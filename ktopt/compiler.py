@@ -1,15 +1,18 @@
-"""ktopt is a compiler; this is it: six stages in order, each from frozen data to frozen data.
+"""ktopt is a compiler; this is it. A rule file is its source, a model's module tree its target, and it has one direction:
 
     text -> parse -> validate -> match -> plan -> apply
             Document  RuleSet    Matches  Plan    PreTrainedModel
 
-`run_stages` runs the first five as far as the file allows and collects every finding in one Report. `check` returns the findings,
-`compile` the plan or an error that holds the findings. `apply` (ktopt/applying) reads the plan and nothing else.
+`run_stages` calls the stages in that order, up to the plan, each from frozen data to frozen data, and collects every finding in one
+Report. `check` returns the findings; `compile` the plan, or an error that holds the findings. `apply` (ktopt/applying) is the last
+stage: it reads the plan and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from ktopt.arguments import known_options, model_given, options_given, rules_given, weights_given
 from ktopt.diagnostics import CompileError, Diagnostic, Report, UsageError
 from ktopt.parse import parse, read_source
-from ktopt.pattern import shared_budgets
 from ktopt.source import Document, SourceFile
 from ktopt.validate import validate
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from ktopt.placement import Hardware
     from ktopt.plan import Plan
     from ktopt.ruleset import RuleSet
-    from ktopt.selector.surroundings import Storage
 
 Rules = str | Path | SourceFile
 Model = Any
@@ -68,27 +69,24 @@ def run_stages(
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
     Without `plan` it stops before that; making it finds only what the machine (`hardware`) can't do.
 
-    Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given. Where
-    selectors ask how weights are stored, the headers of `weights`, or of those that the model names itself, are read; WeightError
-    where they can't be.
-
-    UsageError for arguments that can't be meant (arguments.py says what each may be).
+    Weights that carry their model's config (a GGUF file, a folder with a config.json) stand in for a model that isn't given. Their
+    headers are compared with what the plan needs (KT7), and tell selectors how tensors are stored. WeightError where they can't be
+    read, UsageError for arguments that can't be meant (arguments.py says what each may be).
     """
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
-    given = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
-    if given:
+    options = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
+    if options:
         from ktopt.planning import PlanOptions
 
-        PlanOptions(**given)  # raises for what can't be meant, though there may come to be no plan
+        PlanOptions(**options)  # raises for what can't be meant, though there may come to be no plan
     report = Report()
-    source = rules if isinstance(rules, SourceFile) else read_source(rules)
-    document = parse(source, report)
+    document = parse(rules if isinstance(rules, SourceFile) else read_source(rules), report)
     ruleset = validate(document, report)
-    model = weights if model is None else model
-    if model is None:
+    target = weights if model is None else model
+    if target is None:
         return Compilation(document, ruleset, None, None, None, report)
-    with shared_budgets():
-        return _on_model(document, ruleset, model, weights, given, report, plan)
+    with _on_a_tree():
+        return _on_model(document, ruleset, target, weights, options, report, plan)
 
 
 def _on_model(
@@ -100,7 +98,7 @@ def _on_model(
     report: Report,
     wants_plan: bool,
 ) -> Compilation:
-    """The stages that need a model's tree; a check without one imports none of them."""
+    """The stages that need a model's tree. They are imported here, so that a check without a model imports none of them."""
     from ktopt.graph import ModuleGraph
     from ktopt.match import match
     from ktopt.planning import PlanOptions, make_plan
@@ -112,7 +110,11 @@ def _on_model(
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
-    storage = _storage(weights, model, graph) if ruleset.asks_storage else None
+    storage = None
+    if ruleset.asks_storage:
+        from ktopt.weights.storage import storage_for
+
+        storage = storage_for(model, weights, graph)
     matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
     if weights is not None:
@@ -124,28 +126,6 @@ def _on_model(
     plan = make_plan(ruleset, graph, matches, options, report)
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))
     return Compilation(document, ruleset, graph, matches, plan, report)
-
-
-def _storage(weights: Weights | None, model: Model, graph: ModuleGraph) -> Storage | None:
-    """How the weights are stored; None where none are given and the model names none."""
-    from ktopt.weights.source import WeightError
-    from ktopt.weights.storage import storage_of, weights_of
-
-    if weights is None:
-        own = weights_of(model)
-        return None if own is None else storage_of(own, graph)
-    try:
-        return storage_of(weights, graph)
-    except WeightError:
-        return None  # which checking the weights reports
-
-
-def _unsilenced(document: Document, diagnostics: list[Diagnostic]) -> list[Diagnostic]:
-    if not any("ktopt" in source.text for source in document.sources.values()):
-        return diagnostics
-    from ktopt.suppress import unsilenced
-
-    return unsilenced(document, diagnostics)
 
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
@@ -168,3 +148,27 @@ def compile(rules: Rules, model: Model | None = None, **options: Any) -> Plan:
     if compilation.plan is None:
         raise CompileError(compilation.report)
     return compilation.plan
+
+
+@contextmanager
+def _on_a_tree() -> Iterator[None]:
+    """What working on a tree needs around it: one budget for all patterns, which may be a stranger's, and no garbage collection,
+    which on a tree of 75,000 modules takes a third of the time and finds nothing."""
+    from ktopt.pattern import shared_budgets
+
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with shared_budgets():
+            yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _unsilenced(document: Document, diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    if not any("ktopt" in source.text for source in document.sources.values()):
+        return diagnostics
+    from ktopt.suppress import unsilenced
+
+    return unsilenced(document, diagnostics)

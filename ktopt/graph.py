@@ -230,8 +230,8 @@ ROLE_SUFFIXES = (
 
 
 def role_of(cls: ModuleClass) -> str:
-    """What part a module plays, from its class: linear, embedding, experts, router, moe, rotary, norm, attention, mlp, layer, model,
-    causal_lm, container, activation or other."""
+    """What part a module plays, from its class: linear, embedding, experts, router, moe, rotary, norm, attention, mlp, layer,
+    model, causal_lm, container, activation or other."""
     for dotted in cls.mro:
         if dotted == "torch.nn.modules.linear.Linear":
             return "linear"

@@ -1,7 +1,7 @@
-"""The lock file of a rule file: the plan that it resolved to when it was last locked, and what `ktopt check --locked` finds (KT604).
+"""The lock file of a rule file: the plan that it resolved to when it was last locked; what `ktopt check --locked` finds (KT604).
 
-Every difference stands at the rule that now decides the module; what no rule decides, and a lock that can't be compared with, stands
-at the start of the file.
+Every difference stands at the rule that now decides the module; what no rule decides, and a lock that can't be compared with,
+stands at the start of the file.
 """
 
 from __future__ import annotations

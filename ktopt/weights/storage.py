@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from ktopt.graph import ModuleGraph
 from ktopt.models.shipped import known_models
 from ktopt.weights.open import open_weights
-from ktopt.weights.source import MissingTensor, WeightSource
+from ktopt.weights.source import MissingTensor, WeightError, WeightSource
 
 _read: WeakKeyDictionary[ModuleGraph, dict[tuple[str, int], Mapping[str, tuple[str, ...]]]] = WeakKeyDictionary()
 """What was read for a tree, by the file and when it last changed: an editor asks at every keystroke."""
@@ -36,6 +36,18 @@ def _is_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError:
         return False
+
+
+def storage_for(model: Any, weights: Any, graph: ModuleGraph) -> Mapping[str, tuple[str, ...]] | None:
+    """storage_of `weights`, or of those that the model names itself. None where there are none, or where `weights` can't be read,
+    which checking them reports."""
+    if weights is None:
+        own = weights_of(model)
+        return None if own is None else storage_of(own, graph)
+    try:
+        return storage_of(weights, graph)
+    except WeightError:
+        return None
 
 
 def storage_of(weights: str | Path | WeightSource, graph: ModuleGraph) -> Mapping[str, tuple[str, ...]]:

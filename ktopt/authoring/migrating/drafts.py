@@ -12,8 +12,7 @@ from ktopt.authoring.migrating.selectors import Choice, choose
 from ktopt.authoring.migrating.trees import Tree
 from ktopt.match import Matches
 from ktopt.placement import device_kind
-from ktopt.ruleset import rule_devices
-from ktopt.ruleset import NameClass, Rule, RuleSet
+from ktopt.ruleset import NameClass, Rule, RuleSet, rule_devices
 from ktopt.treeindex import index_of, members
 
 DEVICES = ("generate_device", "prefill_device", "device")
