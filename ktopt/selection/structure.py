@@ -51,13 +51,13 @@ def _rule_of(matches: Matches, decision: Decision) -> Rule | None:
 
 
 def _check_fit(rule: Rule, matches: Matches, report: Report) -> None:
-    """KT407: the operator can't take a module's place. Asked once for modules of one class, name and shape."""
+    """KT407: the operator can't take a module's place. Asked once for modules of one class, role and shape."""
     operator, config = rule.replace.operator, rule.replace.config
     asked: dict[tuple[Any, ...], str | None] = {}
     refused: dict[str, list[int]] = {}
     for index in members(matches.won(rule.index)):
         module = matches.graph.modules[index]
-        key = (id(module.cls), module.alias_classes, module.name, id(module.tensors))
+        key = (id(module.cls), module.alias_classes, id(module.tensors), module.path.endswith("experts"))
         if key not in asked:
             asked[key] = _refusal(module, operator.fits(module), operator.roles, operator.refuses(module, config))
         if (reason := asked[key]) is not None:
@@ -149,12 +149,12 @@ def _report_split(
 def _check_left_behind(matches: Matches, by_layer: dict[int, list[Module]], report: Report) -> None:
     """KT603: modules that no rule takes lie on the default device while the rest of their layer was put elsewhere. If only experts
     were, the model is split between GPU and CPU as such models are."""
-    default = matches.ruleset.default_device
+    default, untouched = matches.ruleset.default_device, Decision()
     left: dict[tuple[int, str], list[int]] = {}
     for modules in by_layer.values():
         placed = [m for m in modules if matches.decisions[m.index].rule is not None and m.role != "experts"]
         devices = {matches.device(m.index): matches.decisions[m.index].rule or 0 for m in reversed(placed)}
-        behind = [m for m in modules if matches.decisions[m.index] == Decision() and any(not tensor.buffer for tensor in m.tensors)]
+        behind = [m for m in modules if matches.decisions[m.index] == untouched and any(not tensor.buffer for tensor in m.tensors)]
         if not behind or not devices or default in devices:
             continue
         elsewhere = min(devices, key=lambda d: (device_kind(d) == "cpu", devices[d]))
