@@ -253,7 +253,8 @@ def test_places_of_a_native_file_are_devices_of_what_no_rule_names():
     assert device["model.layers.3.input_layernorm"] == "cuda:1"
     assert device["lm_head"] == "cpu"
     check_selection(matches, report)
-    assert codes(report) == []
+    assert codes(report, "error", "warning") == []
+    assert "which place cuda:0 (line 90) places" in found("KT303", report).message
 
 
 MODELS = {

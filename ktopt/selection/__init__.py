@@ -7,9 +7,10 @@ from ktopt.match import Matches, report_pattern
 from ktopt.selection.architectures import check_architectures
 from ktopt.selection.branches import branches_of, check_branches
 from ktopt.selection.layers import check_layers
-from ktopt.selection.places import check_place
+from ktopt.selection.places import check_place, check_place_gaps
 from ktopt.selection.rules import check_rule, owners, where
 from ktopt.selection.structure import check_structure
+from ktopt.selection.terms import check_terms
 from ktopt.selection.unsettled import check_unsettled
 
 __all__ = ["check_selection", "owners", "where"]
@@ -20,6 +21,7 @@ def check_selection(matches: Matches, report: Report) -> None:
     looked at that makes a difference (branches.py)."""
     check_architectures(matches, report)
     check_unsettled(matches, report)
+    check_terms(matches, report)
     _report_slow(matches, report)
     branches = branches_of(matches)
     if branches:
@@ -29,6 +31,7 @@ def check_selection(matches: Matches, report: Report) -> None:
         check_rule(rule, matches, report)
     for place in matches.ruleset.places:
         check_place(place, matches, report)
+    check_place_gaps(matches, report)
     check_layers(matches, report)
     check_structure(matches, report)
 

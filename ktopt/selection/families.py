@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ktopt.graph import Module, ModuleGraph
+from ktopt.pattern.numbers import in_words as numbers_in_words
 
 
 def template(module: Module) -> str:
@@ -36,6 +37,12 @@ def in_words(graph: ModuleGraph, indices: Iterable[int], most: int = 3) -> str:
         rest = sum(list(counts.values())[most:])
         words = [*words[:most], f"and {rest} more"]
     return ", ".join(words)
+
+
+def layers_in_words(layers: Iterable[int]) -> str:
+    """Layer numbers with their noun: "layer 30" or "layers 0-2, 5"."""
+    numbers = set(layers)
+    return f"layer{'' if len(numbers) == 1 else 's'} {numbers_in_words(numbers)}"
 
 
 class Family:

@@ -111,7 +111,7 @@ def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Fi
         )
         return Finding("KT306", message, name_origin, "give numbers of layers that the model has")
     message = f"rule {number} matches nothing: no path of {_model(graph)} is matched by {name}"
-    return Finding("KT301", message, name_origin, _near_words(name, graph))
+    return Finding("KT301", message, name_origin, near_words(name, graph))
 
 
 def _model(graph: ModuleGraph) -> str:
@@ -152,7 +152,7 @@ def _near_segment(word: str, graph: ModuleGraph) -> str | None:
     return f"no path has {word}; did you mean {near}?" if near else f"no path has {word}"
 
 
-def _near_words(name: str, graph: ModuleGraph) -> str | None:
+def near_words(name: str, graph: ModuleGraph) -> str | None:
     """What is nearest to a word of the pattern that is part of no path."""
     known = segments(graph)
     text = _ESCAPE.sub(" ", _NEGATIVE.sub(" ", name))

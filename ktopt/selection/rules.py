@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from ktopt.diagnostics import Diagnostic, Related, Report
 from ktopt.match import Matches
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import in_words
 from ktopt.selection.nothing import explain_nothing
+from ktopt.selection.terms import only_dead_term
 from ktopt.selection.without import takes_somewhere, won_without
 from ktopt.source import Origin
 from ktopt.treeindex import members
@@ -41,6 +43,9 @@ def where(rule: Rule) -> Origin:
 
 def _report_nothing(rule: Rule, matches: Matches, report: Report) -> None:
     found = explain_nothing(rule, matches)
+    if not isinstance(rule.match, NameClass) and (term := only_dead_term(rule.match, matches.graph)):
+        related = (Related(f"rule {rule.number} uses it", rule.match_origin),) if term.let else ()
+        found = replace(found, message=f"rule {rule.number} matches nothing: {term.message}", origin=term.origin, related=related)
     if not already_said(found.code, found.origin, report):
         report.error(found.code, found.message, found.origin, help=found.help, related=found.related, fix=found.fix)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
@@ -35,12 +35,14 @@ _parsed: dict[tuple[str, tuple[int, ...]], tuple[tuple[Expression, int], tuple[E
 
 @dataclass(frozen=True)
 class Selector:
-    """A parsed selector. `text` is as written; `str()` gives it in one canonical spelling, which parses to the same selector."""
+    """A parsed selector. `text` is as written; `str()` gives it in one canonical spelling, which parses to the same selector.
+    `named` are the selectors that its $names stand for."""
 
     text: str
     root: Expression
     origin: Origin
     depth: int = 1
+    named: Mapping[str, Selector] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.root)
@@ -143,7 +145,8 @@ def parse_selector(
         if len(text) > MAX_CHARS:
             raise SelectorError(f"it has {len(text)} characters; at most {MAX_CHARS} are read", MAX_CHARS)
         root, depth = _parse(text, lets)
-        selector = Selector(text, root, origin, depth)
+        named = {name: lets[name] for name in _REF.findall(text) if name in lets}
+        selector = Selector(text, root, origin, depth, named)
         if when and selector.asks_modules:
             raise SelectorError("a condition can ask of config.KEY and hw.KEY only, not of modules", 0, len(text))
     except SelectorError as error:

@@ -1,0 +1,93 @@
+"""The first thing that check says of a file with one mistake: it names the mistake, at its place, and what to write instead."""
+
+import pytest
+
+import ktopt
+
+MODEL = "deepseek-v3"
+NATIVE = "version: 1\n"
+
+
+def check(tmp_path, text, model=MODEL):
+    path = tmp_path / "rules.yaml"
+    path.write_text(text)
+    return [d for d in ktopt.check(path, model) if d.code != "KT408"]
+
+
+def seen(diagnostics, *wanted):
+    return [(d.code, str(d.severity), d.span.start.line) for d in diagnostics if not wanted or d.code in wanted]
+
+
+def under(text, d):
+    """The text of a file that a finding points at."""
+    return text.splitlines()[d.span.start.line - 1][d.span.start.column - 1 : d.span.end.column - 1]
+
+
+@pytest.mark.parametrize(
+    ("selector", "dead", "near"),
+    [
+        ("layer in 0.. | @model.embed_token", "@model.embed_token", "embed_tokens"),
+        ("@model.layer.*.** | @model.embed_tokens", "@model.layer.*.**", "layers"),
+        ("(@lm_head | name=q_a_prj) & class=Linear", "q_a_prj", "q_a_proj"),
+        ("class=Linear - @lm_heads", "@lm_heads", "lm_head"),
+    ],
+)
+def test_a_part_of_a_selector_that_selects_nothing_is_named_where_it_stands(tmp_path, selector, dead, near):
+    text = f'{NATIVE}place:\n  "cuda:0": "{selector}"\nrules: []\n'
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT301"]
+    assert (str(d.severity), under(text, d)) == ("warning", dead)
+    assert f"did you mean {near}?" in d.help
+
+
+def test_a_selector_whose_parts_all_select_something_is_not_blamed(tmp_path):
+    text = f'{NATIVE}place:\n  "cuda:0": "layer in 0.. | @model.embed_tokens | type=Linear"\nrules: []\n'
+    assert not seen(check(tmp_path, text), "KT301")
+
+
+@pytest.mark.parametrize("match", ["$experts", "$experts | class=Linear"])
+def test_a_misspelt_let_is_reported_at_the_let(tmp_path, match):
+    text = f'{NATIVE}let:\n  experts: "@model.layers.*.mlp.expert"\nrules:\n  - match: {match}\n    replace: default\n'
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT301"]
+    assert (d.span.start.line, under(text, d)) == (3, "@model.layers.*.mlp.expert")
+
+
+def test_an_alternative_of_a_pattern_that_takes_nothing_is_named(tmp_path):
+    text = r"""
+- match: {name: '(^model\.layers\.)|(^model\.nrom)|(^lm_head)'}
+  replace: {class: default, kwargs: {generate_device: 'cuda:1'}}
+"""
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT301"]
+    assert str(d.severity) == "warning"
+    assert r"`(^model\.nrom)`" in d.message
+    assert "did you mean norm?" in d.help
+
+
+def places(*lines, top=""):
+    return NATIVE + top + "place:\n" + "".join(f'  "{device}": "{selector}"\n' for device, selector in lines) + "rules: []\n"
+
+
+def test_a_layer_between_two_places_that_neither_takes_is_named_with_where_it_goes(tmp_path):
+    text = places(("cuda:0", "layer in 0..14"), ("cuda:1", "layer in 16..29"))
+    (d,) = check(tmp_path, text)
+    assert seen([d]) == [("KT309", "warning", 4)]
+    assert "layer 15 is placed by no line" in d.message
+    assert d.message.endswith("it goes to cpu")
+
+
+@pytest.mark.parametrize(
+    ("lines", "top"),
+    [
+        ([("cuda:0", "layer in 0..14"), ("cuda:1", "layer in 15..29")], ""),
+        ([("cuda:0", "@model.layers.{0,20,40}.**")], ""),
+        ([("cuda:0", "layer in 0..14"), ("cuda:1", "layer in 16..29")], "default_device: cuda:2\n"),
+    ],
+    ids=["the last layers are left", "single layers are named", "the rest has a device"],
+)
+def test_layers_that_are_left_out_on_purpose_are_no_gap(tmp_path, lines, top):
+    assert not seen(check(tmp_path, places(*lines, top=top)), "KT309")
+
+
+def test_where_places_overlap_the_first_is_named(tmp_path):
+    (d,) = check(tmp_path, places(("cuda:0", "layer in 0..30"), ("cuda:1", "layer in 30..")))
+    assert seen([d]) == [("KT303", "info", 4)]
+    assert "place cuda:0 (line 3)" in d.message
