@@ -91,3 +91,36 @@ def test_where_places_overlap_the_first_is_named(tmp_path):
     (d,) = check(tmp_path, places(("cuda:0", "layer in 0..30"), ("cuda:1", "layer in 30..")))
     assert seen([d]) == [("KT303", "info", 4)]
     assert "place cuda:0 (line 3)" in d.message
+
+
+@pytest.mark.parametrize("rest", ["", ".*", r"(?!self_attn\.kv_b_proj).*$"])
+def test_a_number_that_nothing_ends_is_the_first_finding_and_stands_at_the_number(tmp_path, rest):
+    text = rf"""
+- match: {{name: '^model\.layers\.(0|[1-9]|[12][0-9]){rest}', class: torch.nn.Linear}}
+  replace: {{class: KTransformersLinear, kwargs: {{generate_device: 'cuda:0'}}}}
+- match: {{name: '^model\.layers\.([3456][0-9])\.', class: torch.nn.Linear}}
+  replace: {{class: KTransformersLinear, kwargs: {{generate_device: 'cuda:1'}}}}
+- match: {{name: 'self_attn$'}}
+  replace: {{class: KDeepseekV2Attention, kwargs: {{generate_device: 'cuda:0'}}}}
+"""
+    d = check(tmp_path, text)[0]
+    assert (seen([d]), under(text, d)) == ([("KT305", "error", 2)], "(0|[1-9]|[12][0-9])")
+    assert "also takes layers 30-60" in d.message
+    assert r"(0|[1-9]|[12][0-9])\." in d.help
+
+
+def test_the_number_of_a_rule_for_modules_that_were_once_in_every_layer_is_looked_at_too(tmp_path):
+    text = r"""
+- match: {name: "^model\\.layers\\.(0|[1-9]|[12][0-9])", class: ktransformers.models.modeling_deepseek_v3.DeepseekV3RotaryEmbedding}
+  replace: {class: YarnRotaryEmbeddingV3, kwargs: {generate_device: 'cuda:0'}}
+"""
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT305"]
+    assert under(text, d) == "(0|[1-9]|[12][0-9])"
+
+
+def test_a_digit_that_stands_for_any_layer_is_not_blamed(tmp_path):
+    text = r"""
+- match: {name: '^model\.layers\.[0-9].*', class: torch.nn.Linear}
+  replace: {class: default, kwargs: {generate_device: 'cuda:0'}}
+"""
+    assert not seen(check(tmp_path, text), "KT305")

@@ -113,7 +113,7 @@ def test_an_inactive_rule_is_not_blamed_for_matching_nothing():
 
 def test_an_open_number_takes_more_layers():
     d = found("KT305", check(LAYERS, rule(r"^model\.layers\.1")))
-    assert "takes layers 10-19 beside 1" in d.message
+    assert "also takes layers 10-19 beside 1:" in d.message
     assert d.help == r"write `1\.` so that the number ends there"
     assert d.severity == "warning"
 

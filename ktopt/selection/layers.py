@@ -6,20 +6,24 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ktopt.diagnostics import Report, Severity
+from ktopt.diagnostics import Related, Report, Severity
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches, report_pattern
-from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
+from ktopt.pattern import Pattern, PatternError, PatternTimeout, compile_pattern
 from ktopt.pattern.check import pattern_fix
 from ktopt.pattern.numbers import in_words, number_regex
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import Family, families, inner_name
 from ktopt.selection.nothing import layers_beyond
+from ktopt.selection.rules import where
+from ktopt.selection.spots import part_of
 from ktopt.source import Origin
 from ktopt.treeindex import members
 
 _NUMBER = re.compile(r"(?<=layers)(?:\\?\.)((?:\d|\\d|\[\d[^\]]*\])+|\((?!\?)[^()]*\d[^()]*\))")
 """In a pattern, what stands for the layer's number: digits and classes, or one group."""
+
+_IN_PATH = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 _LITERAL_NUMBER = re.compile(r"(?<![\d\\{\]-])(\d+)(?![\d\]\[-])")
 
@@ -44,40 +48,58 @@ def _origin(rule: Rule) -> Origin:
     return (rule.match.name_origin if isinstance(rule.match, NameClass) else None) or rule.match_origin
 
 
-def _layers(matches: Matches, modules: int) -> set[int]:
-    layers = (matches.graph.modules[i].layer for i in members(modules))
-    return {layer for layer in layers if layer is not None}
-
-
 def _check_open_number(rule: Rule, name: str, matches: Matches, report: Report) -> None:
     """KT305: `layers\\.1` also takes 10 to 19, since nothing ends the number."""
     number = _NUMBER.search(name)
     if number is None or name.startswith("\\.", number.end()) or name[number.end() : number.end() + 1] in ("+", "*", "{"):
         return  # closed, or any number as in \d+
-    taken = _layers(matches, matches.takes(rule.index))
-    if len(taken) == matches.graph.layer_count:
-        return
     try:
-        closed = compile_pattern(name[: number.end()] + "(?![0-9])" + name[number.end() :])
-        meant = {
-            m.layer
-            for m in (matches.graph.modules[i] for i in members(matches.takes(rule.index)))
-            if m.layer is not None and any(closed.search(path) for path in (m.path, *m.alias_paths))
-        }
+        taken = _layers_named(matches, rule, compile_pattern(name))
+        meant = _layers_named(matches, rule, compile_pattern(name[: number.end()] + "(?![0-9])" + name[number.end() :]))
     except (PatternError, PatternTimeout):
         return
     extra = taken - meant
-    if not meant or not extra:
+    swallowed = _swallowed(rule, matches)
+    if not meant or not extra or (len(taken) == matches.graph.layer_count and "|" not in number[1] and not swallowed):
         return
     written = number[1]
     message = (
-        f"rule {rule.number} takes layers {in_words(extra)} beside {in_words(meant)}: nothing in its pattern ends the number after "
-        f"`{written}`"
+        f"rule {rule.number} also takes layers {in_words(extra)} beside {in_words(meant)}: nothing in its pattern ends the number "
+        f"after `{written}`"
     )
     rest = name[number.end() :]
-    ending = r"(\.|$)" if not rest else r"\." if rest.startswith(".*") else "(?![0-9])"
-    fix = pattern_fix("end the number", _origin(rule), name[: number.end()] + ending + rest)
-    report.warning("KT305", message, _origin(rule), help=f"write `{written}\\.` so that the number ends there", fix=fix)
+    ending = r"(\.|$)" if not rest else r"\." if rest.startswith((".*", "(?!")) else "(?![0-9])"
+    fix = pattern_fix("end the number there", _origin(rule), name[: number.end()] + ending + rest)
+    severity = Severity.ERROR if swallowed else Severity.WARNING
+    at = part_of(_origin(rule), name, number.start(1), number.end(1))
+    related = [Related(f"rule {other.number} gets nothing because of it", where(other)) for other in swallowed]
+    help = f"write `{written}\\.` so that the number ends there"
+    report.report("KT305", severity, message, at, help=help, related=related, fix=fix)
+
+
+def _layers_named(matches: Matches, rule: Rule, pattern: Pattern) -> set[int]:
+    """The layers in those paths of the rule's modules that a pattern is found in. PatternTimeout."""
+    found = set()
+    for module in (matches.graph.modules[i] for i in members(matches.takes(rule.index))):
+        for path in (module.path, *module.alias_paths):
+            layer = _IN_PATH.search(path)
+            if layer is not None and pattern.search(path):
+                found.add(int(layer[1]))
+    return found
+
+
+def _swallowed(rule: Rule, matches: Matches) -> list[Rule]:
+    """Later rules that name layers and get nothing, since this one takes all that they match."""
+    takes = matches.takes(rule.index)
+    return [
+        other
+        for other in matches.ruleset.rules[rule.index + 1 :]
+        if isinstance(other.match, NameClass)
+        and _NUMBER.search(other.match.name or "")
+        and matches.takes(other.index)
+        and not matches.won(other.index)
+        and not matches.takes(other.index) & ~takes
+    ]
 
 
 def _check_beyond(rule: Rule, name: str, matches: Matches, report: Report) -> None:

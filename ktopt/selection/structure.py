@@ -212,7 +212,7 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
         rule, attention = matches.ruleset.rules[index], matches.ruleset.rules[attention_index]
         config, ops = rule.replace.config, rule.replace.operator.ops
         op = ops.get(str(getattr(config, "generate_op", None)))
-        if op is None or op.name == "KLinearTorch":
+        if op is None or op.name == "KLinearTorch" or _takes_too_many(rule, report):
             continue
         severity = Severity.ERROR if op.packs else Severity.INFO
         message = (
@@ -224,6 +224,14 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
         help = r"add (?!.*self_attn\.kv_b_proj) to the pattern" if op.packs else None
         fix = _without_kv_b_proj(rule) if op.packs else None
         report.report("KT601", severity, message, _name_origin(rule), help=help, related=related, fix=fix)
+
+
+def _takes_too_many(rule: Rule, report: Report) -> bool:
+    """Whether an error says of the rule's pattern that its layer number doesn't end: what follows the number is then not looked for
+    where it was meant to be."""
+    at = _name_origin(rule)
+    errors = (d for d in report if d.code == "KT305" and d.severity is Severity.ERROR)
+    return any(d.file == at.file and d.span.start.line == at.span.start.line for d in errors)
 
 
 def _without_kv_b_proj(rule: Rule) -> Fix | None:

@@ -12,6 +12,7 @@ from ktopt.match import Matches
 from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.nothing import layers_beyond, near_names, near_words
+from ktopt.selection.spots import part_of
 from ktopt.selector import Selector
 from ktopt.selector.expression import AllOf, AnyOf, Call, Equal, Expression, Glob, Minus, Not, Ref
 from ktopt.selector.glob import numbers_written
@@ -118,7 +119,8 @@ def _report_terms(selector: Selector, graph: ModuleGraph, severity: Severity, re
 
 def _check_alternatives(rule: Rule, clauses: NameClass, graph: ModuleGraph, severity: Severity, report: Report) -> None:
     """The alternatives of a pattern that stand side by side in the whole of it."""
-    parts = alternatives(clauses.name or "")
+    whole = clauses.name or ""
+    parts = alternatives(whole)
     for part in parts if len(parts) > 1 else ():
         try:
             pattern = compile_pattern(part)
@@ -127,7 +129,9 @@ def _check_alternatives(rule: Rule, clauses: NameClass, graph: ModuleGraph, seve
         except (PatternError, PatternTimeout):
             continue
         message = f"rule {rule.number}: no path is matched by `{part}`, one of the alternatives of its pattern"
-        report.report("KT301", severity, message, clauses.name_origin or rule.match_origin, help=near_words(part, graph))
+        start = whole.index(part)
+        at = part_of(clauses.name_origin or rule.match_origin, whole, start, start + len(part))
+        report.report("KT301", severity, message, at, help=near_words(part, graph))
 
 
 def alternatives(pattern: str) -> list[str]:
