@@ -179,7 +179,10 @@ LEAVES = st.one_of(
     st.builds(Unequal, st.sampled_from(["name", "dtype"]), VALUES),
     st.builds(Matches, st.just("name"), st.sampled_from(["q_.*", "a/b", r"\w+\.x", r"\\/"])),
     st.builds(
-        Order, st.sampled_from(["numel", "bytes", "layer", "shape[1]"]), st.sampled_from([">=", "<=", ">", "<"]), st.integers(-(10**29), 10**29)
+        Order,
+        st.sampled_from(["numel", "bytes", "layer", "shape[1]"]),
+        st.sampled_from([">=", "<=", ">", "<"]),
+        st.integers(-(10**29), 10**29),
     ),
     st.builds(Order, st.just("layer"), st.just("<"), st.floats(-1e20, 1e20).filter(lambda x: x != int(x))),
     st.sampled_from([Ref(name, s.root) for name, s in LETS.items()]),
