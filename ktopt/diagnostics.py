@@ -70,6 +70,12 @@ class Diagnostic:
     models: tuple[str, ...] = ()
 
     @property
+    def stops_plan(self) -> bool:
+        """Whether no plan can be made while it stands: an error of YAML, shape, operator, regex or selector (KT1, KT2, KT4, KT304,
+        KT310). Neither a comment nor an option can silence such a one."""
+        return self.severity is Severity.ERROR and (self.code.startswith(("KT1", "KT2", "KT4")) or self.code in ("KT304", "KT310"))
+
+    @property
     def sort_key(self) -> tuple[str, Span, str, str]:
         return (self.file, self.span, self.code, self.message)
 
@@ -146,8 +152,8 @@ class Report:
 
     @property
     def stops_plan(self) -> bool:
-        """Whether a plan can't be made at all: YAML, shape, operator, regex and selector errors (KT1, KT2, KT4, KT304, KT310)."""
-        return any(d.code.startswith(("KT1", "KT2", "KT4")) or d.code in ("KT304", "KT310") for d in self.errors)
+        """Whether a plan can't be made at all."""
+        return any(d.stops_plan for d in self.items)
 
     def __iter__(self) -> Iterator[Diagnostic]:
         return iter(self.items)

@@ -1,7 +1,7 @@
 """`# ktopt: ignore[KT302] reason`: comments that silence findings.
 
 At the end of a line it silences findings that begin on that line; on a line of its own, those of the next line that holds more than
-a comment. An ignore that silences nothing is itself reported (KT111), and one that can't be read, too (KT112).
+a comment. An error without whose mending there is no plan stays (Diagnostic.stops_plan). An ignore that silences nothing is itself reported (KT111), and one that can't be read, too (KT112).
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class Ignore:
 
 @dataclass
 class Suppressions:
-    """The ignore comments of one file, and which of their codes have silenced something."""
+    """The ignore comments of one file, which of their codes have silenced something, and which stand at an error that stops the
+    plan, so that they can't."""
 
     source: SourceFile
     ignores: list[Ignore] = field(default_factory=list)
     problems: list[Diagnostic] = field(default_factory=list)
     used: set[Code] = field(default_factory=set)
+    powerless: set[Code] = field(default_factory=set)
 
     @cached_property
     def by_line(self) -> dict[int, list[Code]]:
@@ -67,6 +69,9 @@ class Suppressions:
     def silences(self, diagnostic: Diagnostic) -> bool:
         """Whether a comment silences a finding of this file; such a comment counts as used."""
         found = [code for code in self.by_line.get(diagnostic.span.start.line, ()) if code.code == diagnostic.code]
+        if diagnostic.stops_plan:
+            self.powerless.update(found)
+            return False
         self.used.update(found)
         return bool(found)
 
@@ -74,7 +79,7 @@ class Suppressions:
         """KT111 for each code that has silenced nothing, where `judged` says that the run would have found its findings."""
         found = []
         for ignore in self.ignores:
-            idle = [code for code in ignore.codes if code not in self.used and judged(code.code)]
+            idle = [c for c in ignore.codes if c not in self.used and (c in self.powerless or judged(c.code))]
             if idle:
                 found.append(self._unused(ignore, idle))
         return found
@@ -83,6 +88,8 @@ class Suppressions:
         names = ", ".join(code.code for code in idle)
         rest = [code.code for code in ignore.codes if code not in idle]
         where = f"line {ignore.line} has no such finding" if ignore.line else "no line follows it"
+        if any(code in self.powerless for code in idle):
+            where = "what stops the plan can't be ignored, only mended"
         if rest:
             title, edit = f"take {names} out", self.edit(ignore.codes[0].start, ignore.codes[-1].end, ", ".join(rest))
         else:

@@ -43,6 +43,7 @@ OPEN_NUMBER = """\
 """KT305 at line 2 and KT309, on a model with more than ten layers."""
 MIXED = OPEN_NUMBER.replace("    class: torch.nn.Linear\n", "") + "  recursive: 0\n" + CLEAN.replace("cpu", "gpu", 1)
 """KT206, a warning with a safe fix, at line 10, and KT501, an error with an unsafe one, at line 16."""
+NO_DEVICE = CLEAN.replace("generate_device: cpu", "generate_device: gpu")
 QUOTED = CLEAN + '  recursive: "False"\n'
 SMALL = ["--model", "smollm2-135m"]
 
@@ -124,9 +125,16 @@ class TestFailOn:
         assert cli("r.yaml", "--fail-on", level).code == code
 
     def test_what_is_not_reported_does_not_fail(self, cli: Cli, write: Any) -> None:
-        write(QUOTED)
+        write(NO_DEVICE)
         assert cli("r.yaml").code == 1
-        assert cli("r.yaml", "--ignore", "KT110").code == 0
+        assert cli("r.yaml", "--ignore", "KT501").code == 0
+
+    @pytest.mark.parametrize("arguments", [("--ignore", "KT"), ("--select", "KT7"), ("--ignore", "KT110")])
+    def test_what_stops_the_plan_fails_whatever_is_ignored(self, cli: Cli, write: Any, arguments: tuple[str, ...]) -> None:
+        write(QUOTED)
+        result = cli("r.yaml", *arguments)
+        assert result.code == 1
+        assert "--select and --ignore don't hide what stops the plan (1 error)" in result.out
 
 
 class TestModels:
@@ -138,6 +146,12 @@ class TestModels:
         write(OPEN_NUMBER)
         both = json.loads(cli("r.yaml", *SMALL, "--model", "llama-2-70b", "--format", "json").out)
         assert any(d["models"] == [] for d in both)
+
+    def test_a_selection_that_is_right_on_one_model_is_not_rewritten_for_another(self, cli: Cli, write: Any) -> None:
+        text = CLEAN.replace("name: '^model'", "class: LlamaAttention")
+        path = write(text)
+        assert cli("r.yaml", *SMALL, "-m", "deepseek-v3", "--unsafe-fixes").code == 1
+        assert path.read_text() == text
 
     def test_a_finding_in_the_text_is_said_once_for_all_models(self, cli: Cli, write: Any) -> None:
         write(QUOTED)
@@ -244,8 +258,25 @@ class TestFix:
 
 class TestIgnoreComments:
     def test_an_ignored_finding_neither_shows_nor_fails(self, cli: Cli, write: Any) -> None:
-        write(QUOTED.replace('"False"', '"False"  # ktopt: ignore[KT110] for the old version'))
+        write(NO_DEVICE.replace("gpu", "gpu  # ktopt: ignore[KT501] for the old version"))
         assert cli("r.yaml").code == 0
+
+    def test_one_at_what_stops_the_plan_has_no_effect_and_is_said_to_have_none(self, cli: Cli, write: Any) -> None:
+        import ktopt
+
+        path = write(QUOTED.replace('"False"', '"False"  # ktopt: ignore[KT110]'))
+        result = cli("r.yaml", *SMALL)
+        assert result.code == 1
+        assert "ignore[KT110] silences nothing: what stops the plan can't be ignored, only mended" in result.out
+        assert [d.code for d in ktopt.check(path, "smollm2-135m").errors] == ["KT110"]
+
+    @pytest.mark.parametrize("pattern", ["'('", "'^model'\n  replace: {class: Nope}\n- match:\n    name: x"])
+    def test_add_ignore_refuses_what_stops_the_plan(self, cli: Cli, write: Any, pattern: str) -> None:
+        path = write(CLEAN.replace("'^model'", pattern))
+        before = path.read_text()
+        result = cli("r.yaml", *SMALL, "--add-ignore")
+        assert (result.code, path.read_text()) == (1, before)
+        assert "What stops the plan can't be ignored, only mended: 1 error." in result.out
 
     def test_one_that_silences_nothing_is_a_warning_that_fix_takes_out(self, cli: Cli, write: Any) -> None:
         path = write(CLEAN.replace("class: default", "class: default  # ktopt: ignore[KT401]"))
@@ -267,10 +298,10 @@ class TestIgnoreComments:
         assert not [d for d in found if d["code"] in ("KT111", "KT301", "KT305")]
 
     def test_add_ignore_silences_what_is_found(self, cli: Cli, write: Any) -> None:
-        path = write(OPEN_NUMBER + "  recursive: '1'\n")
-        result = cli("r.yaml", *SMALL, "--add-ignore")
+        path = write(NO_DEVICE)
+        result = cli("r.yaml", "--add-ignore")
         assert (result.code, "Added ignores for 1 finding in 1 file." in result.out) == (0, True)
-        assert "recursive: '1'  # ktopt: ignore[" in path.read_text()
+        assert "gpu  # ktopt: ignore[KT501]" in path.read_text()
         path.write_text(OPEN_NUMBER)
         assert cli("r.yaml", *SMALL, "--fail-on", "warning").code == 1
         assert cli("r.yaml", *SMALL, "--add-ignore", "--fail-on", "warning").code == 0
@@ -309,14 +340,14 @@ class TestSettings:
         assert codes(cli("rules/deep/r.yaml", "--format", "json", "--model", "gemma-3-270m")) != []
 
     def test_the_nearest_table_counts_for_each_file(self, cli: Cli, write: Any) -> None:
-        write('[tool.ktopt]\nignore = ["KT110"]\n', "pyproject.toml")
+        write('[tool.ktopt]\nignore = ["KT501"]\n', "pyproject.toml")
         write("[project]\nname = 'x'\n", "a/pyproject.toml")
         write("[tool.ktopt]\n", "b/pyproject.toml")
         for folder in "ab":
-            write(QUOTED, f"{folder}/r.yaml")
+            write(NO_DEVICE, f"{folder}/r.yaml")
         assert cli("a/r.yaml").code == 0
         assert cli("b/r.yaml").code == 1
-        assert cli("a/r.yaml", "b/r.yaml", "--format", "concise").out.startswith("b/r.yaml:8:14: KT110")
+        assert cli("a/r.yaml", "b/r.yaml", "--format", "concise").out.startswith("b/r.yaml:6:24: KT501")
 
     def test_paths_in_them_are_relative_to_them(self, cli: Cli, write: Any) -> None:
         from ktopt.models.shipped import model_config
@@ -355,10 +386,10 @@ class TestSettings:
     def test_standard_input_has_those_of_the_file_that_it_stands_for(
         self, cli: Cli, write: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        write('[tool.ktopt]\nignore = ["KT110"]\n', "sub/pyproject.toml")
-        standard_input(monkeypatch, QUOTED)
+        write('[tool.ktopt]\nignore = ["KT501"]\n', "sub/pyproject.toml")
+        standard_input(monkeypatch, NO_DEVICE)
         assert cli("-", "--stdin-filename", "sub/x.yaml").code == 0
-        standard_input(monkeypatch, QUOTED)
+        standard_input(monkeypatch, NO_DEVICE)
         assert cli("-").code == 1
 
 

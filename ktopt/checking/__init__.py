@@ -193,7 +193,7 @@ def _not_reached() -> dict[str, str]:
 
 def _joined(found: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
     """The findings of all models, those that say the same at the same place once. What isn't found on all says on which; a fix that
-    isn't the same on all is left out."""
+    isn't the same on all is left out, and a guess at what a selection should be where it is right on another model."""
     alike: dict[Any, list[tuple[str, Diagnostic]]] = {}
     for name, diagnostics in found.items():
         for d in diagnostics:
@@ -202,11 +202,14 @@ def _joined(found: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
     for entries in alike.values():
         names = tuple(dict.fromkeys(name for name, _ in entries))
         first = entries[0][1]
-        same_fix = all(d.fix == first.fix for _, d in entries)
-        joined.append(replace(first, models=() if len(names) == len(found) else names, fix=first.fix if same_fix else None))
+        everywhere = len(names) == len(found)
+        fix = first.fix if all(d.fix == first.fix for _, d in entries) else None
+        if fix is not None and not fix.safe and not everywhere and first.code.startswith("KT3"):
+            fix = None
+        joined.append(replace(first, models=() if everywhere else names, fix=fix))
     return sorted(joined, key=lambda d: d.sort_key)
 
 
 def can_be_ignored(diagnostic: Diagnostic) -> bool:
-    """Whether a comment can silence the finding: the file can be read, and it isn't about comments itself."""
-    return diagnostic.code not in (*UNREADABLE, "KT111", "KT112")
+    """Whether a comment can silence the finding: a plan can be made with it, and it isn't about comments itself."""
+    return not diagnostic.stops_plan and diagnostic.code not in (*UNREADABLE, "KT111", "KT112")

@@ -30,7 +30,7 @@ class Fixed:
     source   its text as it now is
     applied  the findings that were mended, in order
     left     the findings of the text as it now is
-    settled  whether no fix was left to apply; False where fixes undo each other
+    settled  False where fixes undo each other, or go on without end; the text is then the first one
     """
 
     source: SourceFile
@@ -41,21 +41,21 @@ class Fixed:
 
 def fix_source(source: SourceFile, check: Check, *, unsafe: bool = False) -> Fixed:
     """Mend what can be mended. `check` gives the findings of a text; `unsafe` also takes fixes that guess what was meant."""
-    applied: list[Diagnostic] = []
+    first, applied = source, list[Diagnostic]()
     seen = {source.text}
-    found = tuple(check(source))
+    found = at_first = tuple(check(source))
     for _ in range(MAX_ROUNDS):
         chosen = _that_parse(source, choose(source, found, unsafe))
         if not chosen:
             return Fixed(source, tuple(applied), found)
         text = apply_edits(source, _edits(chosen))
         if text in seen:
-            return Fixed(source, tuple(applied), found, settled=False)
+            break
         seen.add(text)
         applied += chosen
         source = SourceFile(source.path, text)
         found = tuple(check(source))
-    return Fixed(source, tuple(applied), found, settled=False)
+    return Fixed(first, (), at_first, settled=False)
 
 
 def usable(diagnostic: Diagnostic, file: str, unsafe: bool) -> Fix | None:

@@ -154,7 +154,8 @@ class CodeFilter:
         return code in UNREADABLE or selected > _longest(self.ignore, code)
 
     def apply(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-        return [d for d in diagnostics if self.takes(d.code)]
+        """Those that are reported. What stops the plan always is: without it a run would look as if there were a plan."""
+        return [d for d in diagnostics if self.takes(d.code) or d.stops_plan]
 
 
 ALL_CODES = CodeFilter()

@@ -31,7 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="default: full (with source lines), or github where GITHUB_ACTIONS=true",
     )
     parser.add_argument("--select", metavar="CODES", action="append", help="report these codes only: KT302, or KT3 for its class")
-    parser.add_argument("--ignore", metavar="CODES", action="append", help="leave these out; the longer of two prefixes decides")
+    parser.add_argument(
+        "--ignore",
+        metavar="CODES",
+        action="append",
+        help="leave these out, but errors that stop the plan; the longer of two prefixes decides",
+    )
     parser.add_argument("--fail-on", choices=FAIL_ON, help="gravity from which findings make the exit code 1 (default: error)")
     parser.add_argument("--stdin-filename", metavar="NAME", help="what messages call standard input")
     parser.add_argument("--locked", action="store_true", help="fail where the plan differs from RULES.lock.json (see plan --lock)")
@@ -242,7 +247,13 @@ def summary(found: list[Diagnostic], hidden: int, checks: list[FileCheck], style
         text = style.paint(f"No problems in {files}", "green")
     if hidden:
         text += f", and {plural(hidden, 'info')} (-v shows them)"
-    return f"{text}.{_fixable(found)}{_not_checked(checks)}"
+    return f"{text}.{_fixable(found)}{_not_ignored(checks)}{_not_checked(checks)}"
+
+
+def _not_ignored(checks: list[FileCheck]) -> str:
+    """That errors are shown though --select or --ignore leave them out."""
+    shown = sum(1 for c in checks for d in c.diagnostics if d.stops_plan and not c.target.codes.takes(d.code))
+    return f" --select and --ignore don't hide what stops the plan ({plural(shown, 'error')})." if shown else ""
 
 
 def _fixable(found: list[Diagnostic]) -> str:

@@ -68,7 +68,7 @@ def _say_fixed(fixed: Sequence[Fixed | None], stream: TextIO) -> None:
         print(f"{place} {style.paint(f'{d.code} fixed', 'green')}: {d.fix.title if d.fix else ''}", file=stream)
     for made in fixed:
         if made is not None and not made.settled:
-            print(f"{made.source.path}: fixes undo each other here; the rest is left to you", file=stream)
+            print(f"{made.source.path}: fixes undo each other here; the file is left as it was", file=stream)
     if done:
         files = plural(len({d.file for d in done}), "file")
         print(style.paint(f"Fixed {plural(len(done), 'finding')} in {files}.", "green") + "\n", file=stream)
@@ -91,11 +91,12 @@ def _add_ignores(session: Session, checks: Sequence[FileCheck]) -> int:
     """Write an ignore comment at each finding that is shown, and print those for which there is no place."""
     from ktopt.suppress import add_ignores
 
-    total, files = 0, 0
+    total, files, refused = 0, 0, 0
     for check in checks:
         if check.source is None:
             continue
         lowest = Severity.INFO if check.target.fail_on is Severity.INFO else Severity.WARNING
+        refused += sum(1 for d in check.diagnostics if d.stops_plan)
         wanted = [d for d in check.diagnostics if d.severity.is_at_least(lowest) and can_be_ignored(d)]
         text, added = add_ignores(check.source, wanted, partial(_means, _meaning(check.source)))
         if added:
@@ -103,6 +104,8 @@ def _add_ignores(session: Session, checks: Sequence[FileCheck]) -> int:
             total, files = total + added, files + 1
     stream = sys.stdout if session.format in FOR_PEOPLE else sys.stderr
     print(f"Added ignores for {plural(total, 'finding')} in {plural(files, 'file')}.", file=stream)
+    if refused:
+        print(f"What stops the plan can't be ignored, only mended: {plural(refused, 'error')}.", file=stream)
     left = session.check_all()
     session.print(left)
     return 1 if any(check.failing for check in left) else 0
