@@ -124,3 +124,44 @@ def test_a_digit_that_stands_for_any_layer_is_not_blamed(tmp_path):
   replace: {class: default, kwargs: {generate_device: 'cuda:0'}}
 """
     assert not seen(check(tmp_path, text), "KT305")
+
+
+def two_halves(*families, late="(3[1-9]|[456][0-9])"):
+    text = ""
+    for family in families:
+        for numbers, device in (("(0|[1-9]|[12][0-9])", "cuda:0"), (late, "cuda:1")):
+            text += f"- match: {{name: '^model\\.layers\\.{numbers}\\.{family}'}}\n"
+            text += f"  replace: {{class: default, kwargs: {{generate_device: '{device}'}}}}\n"
+    return text
+
+
+def test_one_layer_between_two_halves_is_one_finding_at_the_half_that_begins_late(tmp_path):
+    (d,) = [d for d in check(tmp_path, two_halves("self_attn", "mlp", "input", "post")) if d.code == "KT309"]
+    assert d.span.start.line == 3
+    assert d.message.startswith("layer 30 is covered by no rule while 0-29, 31-60 are")
+    assert "take layer 30" in d.help
+
+
+def test_an_alternative_of_a_number_that_is_beyond_the_model_is_named(tmp_path):
+    text = two_halves("", late="(3[0-9]|[4-6][0-9]|7[0-9])")
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT306"]
+    assert (under(text, d), str(d.severity)) == ("7[0-9]", "warning")
+    assert "70-79" in d.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        NATIVE + "rules:\n- {match: '@model.layers.{1..28}.** & class=Linear', replace: KTransformersLinear}\n",
+        "- match: {name: '^model\\.layers\\.(?!0\\.)\\d+\\..*proj$'}\n  replace: {class: KTransformersLinear}\n",
+    ],
+    ids=["a range", "a look-ahead"],
+)
+def test_layers_that_a_rule_leaves_out_on_purpose_are_an_info(tmp_path, text):
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT309"]
+    assert str(d.severity) == "info"
+
+
+def test_a_number_that_was_expected_is_not_spoken_of_where_a_rule_takes_nothing(tmp_path):
+    text = NATIVE + "rules:\n- {match: class=Linaer, replace: KTransformersLinear, expect: 5}\n"
+    assert seen(check(tmp_path, text)) == [("KT301", "error", 3)]

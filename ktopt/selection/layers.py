@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ktopt.diagnostics import Related, Report, Severity
 from ktopt.graph import ModuleGraph
 from ktopt.match import Matches, report_pattern
 from ktopt.pattern import Pattern, PatternError, PatternTimeout, compile_pattern
 from ktopt.pattern.check import pattern_fix
-from ktopt.pattern.numbers import in_words, number_regex
+from ktopt.pattern.numbers import in_words
 from ktopt.ruleset import NameClass, Rule
-from ktopt.selection.families import Family, families, inner_name
+from ktopt.selection.gaps import check_gaps
 from ktopt.selection.nothing import layers_beyond
 from ktopt.selection.rules import where
-from ktopt.selection.spots import part_of
+from ktopt.selection.spots import NUMBER, name_origin, part_of
+from ktopt.selection.terms import alternatives
 from ktopt.source import Origin
 from ktopt.treeindex import members
-
-_NUMBER = re.compile(r"(?<=layers)(?:\\?\.)((?:\d|\\d|\[\d[^\]]*\])+|\((?!\?)[^()]*\d[^()]*\))")
-"""In a pattern, what stands for the layer's number: digits and classes, or one group."""
 
 _IN_PATH = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -40,17 +37,13 @@ def check_layers(matches: Matches, report: Report) -> None:
                 _check_open_number(rule, rule.match.name, matches, report)
                 _check_beyond(rule, rule.match.name, matches, report)
         else:
-            report_beyond(f"rule {rule.number}", rule.match.layers_written, _origin(rule), matches.graph, report)
-    _check_gaps(matches, report)
-
-
-def _origin(rule: Rule) -> Origin:
-    return (rule.match.name_origin if isinstance(rule.match, NameClass) else None) or rule.match_origin
+            report_beyond(f"rule {rule.number}", rule.match.layers_written, name_origin(rule), matches.graph, report)
+    check_gaps(matches, report)
 
 
 def _check_open_number(rule: Rule, name: str, matches: Matches, report: Report) -> None:
     """KT305: `layers\\.1` also takes 10 to 19, since nothing ends the number."""
-    number = _NUMBER.search(name)
+    number = NUMBER.search(name)
     if number is None or name.startswith("\\.", number.end()) or name[number.end() : number.end() + 1] in ("+", "*", "{"):
         return  # closed, or any number as in \d+
     try:
@@ -69,9 +62,9 @@ def _check_open_number(rule: Rule, name: str, matches: Matches, report: Report) 
     )
     rest = name[number.end() :]
     ending = r"(\.|$)" if not rest else r"\." if rest.startswith((".*", "(?!")) else "(?![0-9])"
-    fix = pattern_fix("end the number there", _origin(rule), name[: number.end()] + ending + rest)
+    fix = pattern_fix("end the number there", name_origin(rule), name[: number.end()] + ending + rest)
     severity = Severity.ERROR if swallowed else Severity.WARNING
-    at = part_of(_origin(rule), name, number.start(1), number.end(1))
+    at = part_of(name_origin(rule), name, number.start(1), number.end(1))
     related = [Related(f"rule {other.number} gets nothing because of it", where(other)) for other in swallowed]
     help = f"write `{written}\\.` so that the number ends there"
     report.report("KT305", severity, message, at, help=help, related=related, fix=fix)
@@ -95,7 +88,7 @@ def _swallowed(rule: Rule, matches: Matches) -> list[Rule]:
         other
         for other in matches.ruleset.rules[rule.index + 1 :]
         if isinstance(other.match, NameClass)
-        and _NUMBER.search(other.match.name or "")
+        and NUMBER.search(other.match.name or "")
         and matches.takes(other.index)
         and not matches.won(other.index)
         and not matches.takes(other.index) & ~takes
@@ -105,14 +98,35 @@ def _swallowed(rule: Rule, matches: Matches) -> list[Rule]:
 def _check_beyond(rule: Rule, name: str, matches: Matches, report: Report) -> None:
     """KT306: a layer number written out that the model doesn't reach. A digit class such as 6[0-9] may well reach past the end."""
     count = matches.graph.layer_count
-    written = {int(n) for part in _NUMBER.finditer(name) for n in _LITERAL_NUMBER.findall(part[1]) if len(n) < 6}
+    written = {int(n) for part in NUMBER.finditer(name) for n in _LITERAL_NUMBER.findall(part[1]) if len(n) < 6}
     candidates = {n for n in written if n >= count}
     try:
         beyond = candidates.intersection(layers_beyond(name, matches.graph)) if candidates else set()
     except PatternTimeout as error:
         report_pattern(rule, error, report)
         return
-    report_beyond(f"rule {rule.number}", beyond, _origin(rule), matches.graph, report)
+    report_beyond(f"rule {rule.number}", beyond, name_origin(rule), matches.graph, report)
+    if not beyond:
+        _check_dead_alternatives(rule, name, matches.graph, report)
+
+
+def _check_dead_alternatives(rule: Rule, name: str, graph: ModuleGraph, report: Report) -> None:
+    """KT306, a warning, for an alternative of a number, such as 7[0-9], all of whose numbers are beyond the model."""
+    for number in NUMBER.finditer(name):
+        written = alternatives(number[1].strip("()"))
+        for part in written if len(written) > 1 else ():
+            try:
+                pattern = compile_pattern(f"^(?:{part})$")
+                numbers = {n for n in range(1000) if pattern.search(str(n))}
+            except (PatternError, PatternTimeout):
+                continue
+            if numbers and min(numbers) >= graph.layer_count:
+                last = graph.layer_count - 1
+                model = graph.name or "this model"
+                message = f"rule {rule.number}: `{part}` is layers {in_words(numbers)}, and {model} has layers 0-{last}"
+                start = name.index(part, number.start(1))
+                at = part_of(name_origin(rule), name, start, start + len(part))
+                report.warning("KT306", message, at, help=f"the last layer is {last}")
 
 
 def report_beyond(who: str, written: Iterable[int], origin: Origin, graph: ModuleGraph, report: Report) -> None:
@@ -123,90 +137,3 @@ def report_beyond(who: str, written: Iterable[int], origin: Origin, graph: Modul
     last = graph.layer_count - 1
     message = f"{who} names layer {in_words(beyond)}, and {graph.name or 'this model'} has layers 0-{last}"
     report.error("KT306", message, origin, help=f"the last layer is {last}; a native file can leave the end open, as in 30..")
-
-
-@dataclass(frozen=True)
-class _Gap:
-    """Layers that no rule covers in families of which `rule` covers others."""
-
-    rule: Rule
-    covered: frozenset[int]
-    uncovered: frozenset[int]
-
-
-def _check_gaps(matches: Matches, report: Report) -> None:
-    """KT309. Where a pattern took too long, nobody knows what its rule covers."""
-    if matches.failed:
-        return
-    gaps: list[tuple[_Gap, list[Family]]] = []
-    for family in families(m for m, _ in matches.open):
-        gap = _gap(family, matches)
-        if gap is None:
-            continue
-        for i, (other, found) in enumerate(gaps):
-            joined = _Gap(gap.rule, gap.covered | other.covered, gap.uncovered | other.uncovered)
-            if gap.rule is other.rule and not joined.covered & joined.uncovered:
-                gaps[i] = (joined, [*found, family])
-                break
-        else:
-            gaps.append((gap, [family]))
-    for gap, found in gaps:
-        _report_gap(gap, found, matches, report)
-
-
-def _gap(family: Family, matches: Matches) -> _Gap | None:
-    covering: dict[int, int] = {}
-    uncovered = []
-    acts = False
-    for layer, module in family.by_layer.items():
-        decision = matches.decisions[module.index]
-        if decision.rule is not None:
-            covering[layer] = decision.rule
-            acts = acts or bool(module.tensors) or matches.ruleset.rules[decision.rule].replace.operator.name != "default"
-        elif decision.closed_by is None:
-            uncovered.append(layer)
-    if not covering or not uncovered or not acts:
-        return None
-    return _Gap(matches.ruleset.rules[min(covering.values())], frozenset(covering), frozenset(uncovered))
-
-
-def _report_gap(gap: _Gap, found: list[Family], matches: Matches, report: Report) -> None:
-    rule = gap.rule
-    names = [inner_name(next(iter(f.by_layer.values()))) for f in found]
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    message = f"layers {in_words(gap.uncovered)} are covered by no rule while {in_words(gap.covered)} are ({listed})"
-    padded = _needs_padding(gap, found)
-    if padded:
-        written, meant = padded
-        message += f"; rule {rule.number} pattern {written} needs two digits, and layer numbers have no leading zero"
-        numbers = number_regex(meant)
-        name = rule.match.name if isinstance(rule.match, NameClass) and rule.match.name else ""
-        whole = f"({written})" if f"({written})" in name else written
-        fix = pattern_fix(f"write {numbers}", _origin(rule), name.replace(whole, numbers, 1))
-        report.report("KT309", Severity.ERROR, message, _origin(rule), help=f"write {numbers} for {written}", fix=fix)
-        return
-    device = matches.ruleset.default_device
-    help = f"they stay as they are, on {device}; widen a pattern to take them, or add a rule that says so"
-    report.warning("KT309", message, _origin(rule), help=help)
-
-
-def _needs_padding(gap: _Gap, found: list[Family]) -> tuple[str, set[int]] | None:
-    """The pattern's number and the layers it was meant for, where it would take an uncovered layer if that were written 05."""
-    name = gap.rule.match.name if isinstance(gap.rule.match, NameClass) else None
-    number = _NUMBER.search(name) if name is not None else None
-    if name is None or number is None:
-        return None
-    pattern = compile_pattern(name)
-    example = next(iter(found[0].by_layer.values()))
-
-    def takes(digits: str) -> bool:
-        try:
-            return pattern.search(f"{example.path}.".replace(f"layers.{example.layer}.", f"layers.{digits}.", 1)[:-1])
-        except PatternTimeout:
-            return False
-
-    padded = {layer for layer in gap.uncovered if takes(f"0{layer}")}
-    if not padded:
-        return None
-    meant = padded | {layer for layer in range(10, max(gap.covered | gap.uncovered) + 1) if takes(str(layer))}
-    return number[1].strip("()"), meant

@@ -83,7 +83,8 @@ def _report_unreachable(rule: Rule, takes: int, matches: Matches, report: Report
 def _report_expect(rule: Rule, won: int, matches: Matches, report: Report, varied: Collection[int]) -> None:
     """KT307, unless the number is right without the rules whose conditions happen to hold."""
     alone = won_without(rule, matches, varied)
-    if alone.bit_count() == rule.expect:
+    said = not matches.takes(rule.index) or not (won or alone or varied)  # that it takes nothing, and why
+    if said or alone.bit_count() == rule.expect:
         return
     taken = in_words(matches.graph, members(won)) if won else "none"
     message = f"rule {rule.number} was to take {rule.expect} modules and takes {won.bit_count()}: {taken}"

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
+from ktopt.ruleset import NameClass, Rule
 from ktopt.source import Origin, Position, Span
+
+NUMBER = re.compile(r"(?<=layers)(?:\\?\.)((?:\d|\\d|\[\d[^\]]*\])+|\((?!\?)[^()]*\d[^()]*\))")
+"""In a pattern, what stands for the layer's number: digits and classes, or one group."""
+
+
+def name_origin(rule: Rule) -> Origin:
+    """Where a rule's name stands, else its match."""
+    return (rule.match.name_origin if isinstance(rule.match, NameClass) else None) or rule.match_origin
 
 
 def part_of(name: Origin, pattern: str, start: int, end: int) -> Origin:
