@@ -112,7 +112,8 @@ def _by_layer(matches: Matches) -> dict[int, list[Module]]:
 
 
 def _check_layers_whole(matches: Matches, by_layer: dict[int, list[Module]], report: Report) -> None:
-    """KT502: rules put one layer on two accelerators. Experts on the CPU beside a GPU are the rule, not the exception."""
+    """KT502: rules put one layer on two accelerators. Experts on the CPU beside a GPU are the rule, not the exception.
+    The smaller part is taken for the mistake."""
     splits: dict[tuple[int, str, str, int], tuple[list[int], dict[str, None]]] = {}
     for layer, modules in by_layer.items():
         placed: dict[str, list[Module]] = {}
@@ -122,14 +123,20 @@ def _check_layers_whole(matches: Matches, by_layer: dict[int, list[Module]], rep
         accelerators = [d for d in placed if device_kind(d) != "cpu"]
         if len(accelerators) < 2:
             continue
-        last = {d: max(matches.decisions[m.index].rule or 0 for m in placed[d]) for d in accelerators}
-        odd = max(accelerators, key=lambda d: last[d])
-        rest = next(d for d in accelerators if d != odd)
+        odd = min(accelerators, key=lambda d: (len(placed[d]), -_main_rule(placed[d], matches)))
+        rest = max(accelerators, key=lambda d: (len(placed[d]), d != odd))
+        last = {d: _main_rule(placed[d], matches) for d in (odd, rest)}
         layers, names = splits.setdefault((last[odd], odd, rest, last[rest]), ([], {}))
         layers.append(layer)
         names.update(dict.fromkeys(inner_name(m) for m in placed[odd]))
     for (index, odd, rest, other), (layers, names) in splits.items():
         _report_split(matches, report, matches.ruleset.rules[index], matches.ruleset.rules[other], (odd, rest), layers, list(names))
+
+
+def _main_rule(modules: list[Module], matches: Matches) -> int:
+    """The rule that decides most of these modules, the last of several."""
+    rules = [rule for m in modules if (rule := matches.decisions[m.index].rule) is not None]
+    return max(rules, key=lambda rule: (rules.count(rule), rule))
 
 
 def _report_split(
