@@ -1,7 +1,8 @@
 """`# ktopt: ignore[KT302] reason`: comments that silence findings.
 
 At the end of a line it silences findings that begin on that line; on a line of its own, those of the next line that holds more than
-a comment. An error without whose mending there is no plan stays (Diagnostic.stops_plan). An ignore that silences nothing is itself reported (KT111), and one that can't be read, too (KT112).
+a comment. An error without whose mending there is no plan stays (Diagnostic.stops_plan). An ignore that silences nothing is itself
+reported (KT111), and one that can't be read, too (KT112).
 """
 
 from __future__ import annotations

@@ -99,6 +99,9 @@ def test_a_part_of_a_scalar_is_found_behind_quotes_and_escapes(written: str, off
     ("a: - b\n", (1, 4), "a list item (`- `) can't begin on this line"),
     ("a:b\nc: d\n", (2, 2), "a `key:` can't stand here"),
     ("- a\nb: c\n", (2, 1), "a key where an item (`- `)"),
+    ("version: 1\n- match: {name: x}\n", (2, 1), "a list where a key of the mapping was expected"),
+    ("a:\n  op:\"X\"\n  b: c\n", (2, 5), "no space after the colon"),
+    ('a: "x\nb: c\nd: "y"\n', (1, 4), "the quote that opens here is closed only in line 3"),
     ("a: \x01\n", (1, 4), "U+0001"),
 ])  # fmt: skip
 def test_a_syntax_error_has_a_place_and_a_remedy(text: str, place: tuple[int, int], said: str) -> None:
@@ -126,6 +129,11 @@ def test_what_yaml_allows_and_a_rule_file_must_not_have_is_refused(text: str, co
     _, report = parsed(text)
     finding = only(report)
     assert (finding.code, finding.span.start.line) == (code, line)
+
+
+def test_a_rule_without_its_dash_is_told_where_to_put_one() -> None:
+    _, report = parsed("- match: {name: a}\n  replace: {class: default}\n  match: {name: b}\n")
+    assert (only(report).code, only(report).help) == ("KT102", "begin the rule with `- `")
 
 
 def test_of_a_duplicate_key_the_first_is_kept() -> None:

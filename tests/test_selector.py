@@ -258,6 +258,12 @@ def test_relations_are_those_of_the_tree(a):
         ("@a @b", 4, "'@' can't stand here; expected |, & or -", None),
         ("(@a | ", 7, "it ends too early; expected a field such as class or layer, ", None),
         ("name ~ /[4-10]/", 10, 'regex: bad character range "4-1"', None),
+        ("lm_head", 8, "it ends too early", "write @lm_head for the module of that path, or name=lm_head"),
+        ("^lm_head$", 1, "a selector is no regex", "write path ~ /lm_head/"),
+        ("layer in [0..3]", 10, "values stand without brackets", "write in 0..3"),
+        ("@a & layer=[0..3]", 12, "values stand without brackets", "write in 0..3"),
+        ("name~/lm_head", 6, "the regex isn't closed by a /", r"close it with /: name~/lm_head/; a / within it is written \/"),
+        ("@a & layer in 0:3", 15, "layer is a number, and '0:3' is none", "a range is written 0..3"),
         ("@a..b", 4, "glob: a segment is empty: two dots in a row, or one at an end", "such as @model.layers.{0..29}.mlp"),
     ],
 )

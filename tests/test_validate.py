@@ -246,11 +246,29 @@ def mended(text: str) -> str:
     rule("{class: default}", match="{name: '^model\\\\.layers$'}"),
     rule("{class: default}", match='{name: "layers.([4-10])."}'),
     rule("{class: default}", match="{nmae: lm_head}"),
+    rule("{class: default}").replace("match", "mach"),
+    rule("{class: default}").replace("replace", "replce"),
+    kwargs("KTransformersLinear", "device: cpu"),
+    "- match: {name: a}\n  replace:\n    class: default\n    kwargs:\n    generate_device: cpu\n    prefill_device: cpu\n",
+    "version: 1\nrules:\n- match: class=Linear\n  replace: default\n  kwargs:\n  generate_device: cpu\n  recursive: false\n",
+    "version: 1\nrules:\n- {match: class=Linear, replace: default, kwargs: {generate_device: cpu}, expect: '210'}\n",
 ])  # fmt: skip
 def test_a_fix_leaves_a_right_file(text: str) -> None:
     ruleset, report = validated(mended(text))
     assert not report.items
     assert ruleset is not None
+
+
+def test_options_that_were_not_indented_become_kwargs() -> None:
+    text = "- match: {name: a}\n  replace:\n    class: default\n    kwargs:\n    generate_device: cuda:1\n"
+    ruleset, _ = validated(mended(text))
+    assert ruleset is not None
+    assert ruleset.rules[0].replace.given == {"generate_device": "cuda:1"}
+
+
+def test_a_selector_in_a_list_file_is_told_where_selectors_belong() -> None:
+    _, report = validated(rule("{class: default}", match="'@lm_head'"))
+    assert "selectors belong to the native form" in str(only(report).help)
 
 
 def test_a_moved_recursive_takes_effect() -> None:

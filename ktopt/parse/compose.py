@@ -214,7 +214,7 @@ class _Composer:
             "KT102",
             f"duplicate key `{key.raw or key.value}` (first at line {line}); YAML readers drop one of the two silently",
             Origin(self.source.path, key.span),
-            help="merge the two, or delete one",
+            help="begin the rule with `- `" if key.value in ("match", "replace") else "merge the two, or delete one",
         )
 
     def merged(self, mapping: _Open) -> list[tuple[Scalar, Node]]:

@@ -6,12 +6,16 @@ Both of PyYAML's scanners (the C one and the Python one) word their errors their
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Any
 
 import yaml
 
 from ktopt.diagnostics import Edit, Fix
 from ktopt.source import SourceFile, Span
+
+MAX_TOKENS = 400_000
+"""After so many, an unclosed quote isn't looked for."""
 
 
 def explain(error: yaml.YAMLError, source: SourceFile) -> tuple[Span, str, str | None]:
@@ -60,6 +64,9 @@ def _explain_marked(
     if "unexpected end of stream" in problem and "quoted" in context and opened is not None:
         span = Span.at(opened.line + 1, opened.column + 1)
         return span, "YAML: the quote that opens here is never closed", "close it on the same line"
+    unclosed = _quote_over_lines(source, line, column)
+    if unclosed is not None:
+        return unclosed
     if "document start" in problem:
         return here, "YAML: text after the end of the document", "a file holds one list or one mapping"
     if "depth" in problem:
@@ -75,14 +82,43 @@ def _explain_marked(
         message = f"YAML: a `,` or `{closing}` is missing; the list or mapping opened at {opened_at} isn't closed"
         return here, message, f"close it with `{closing}`; put text that contains brackets in quotes"
     if "mapping values are not allowed" in problem:
+        above = _NO_SPACE.match(source.lines[line - 2]) if line > 1 else None
+        if above and source.lines[line - 2][above.end()] in "\"'":
+            return Span.at(line - 1, above.end(), 1), "YAML: no space after the colon", "put a space after the colon"
         return here, *_explain_colon(text, column)
     if "sequence entries are not allowed" in problem:
         return here, "YAML: a list item (`- `) can't begin on this line", "begin the list on its own line, below the key"
     if "could not find expected ':'" in problem:
+        tight = _NO_SPACE.match(source.lines[opened.line]) if opened is not None else None
+        if tight:
+            return Span.at(opened.line + 1, tight.end(), 1), "YAML: no space after the colon", "put a space after the colon"
         return here, f"YAML: the key at {opened_at} has no `:`", "write `key: value`, with a space after the colon"
     if "block" in context:
         return here, *_explain_block(rest, opened_at, opened, column)
     return here, "YAML: " + (f"{problem} {context}".strip() or "syntax error"), None
+
+
+_NO_SPACE = re.compile(r"\s*(?:- +)?[A-Za-z_]+:(?=[^\s:])")
+
+
+def _quote_over_lines(source: SourceFile, line: int, column: int) -> tuple[Span, str, str | None] | None:
+    """The finding for an error just behind a quoted text of several lines: its quote should have been closed on the first."""
+    last = None
+    try:
+        for token in islice(yaml.scan(source.text, Loader=yaml.CSafeLoader), MAX_TOKENS):
+            if (token.start_mark.line + 1, token.start_mark.column + 1) >= (line, column):
+                break
+            if isinstance(token, yaml.ScalarToken):
+                last = token
+    except yaml.YAMLError:
+        pass
+    if last is None or not last.style or last.style in "|>":
+        return None
+    start, end = last.start_mark, last.end_mark
+    if start.line == end.line or end.line + 1 != line:
+        return None
+    span = Span.at(start.line + 1, start.column + 1)
+    return span, f"YAML: the quote that opens here is closed only in line {line}", "close it on the same line"
 
 
 def _explain_escape(text: str, line: int, column: int) -> tuple[Span, str, str | None]:
@@ -133,7 +169,9 @@ def _explain_block(rest: str, opened_at: str, opened: Any, column: int) -> tuple
     if depth != column and (":" in rest or rest.startswith("- ")):
         message = f"YAML: this line is indented to column {column}; the block that began at {opened_at} stands at column {depth}"
         return message, "give lines that belong together the same indentation"
-    if rest[:1] and not rest.startswith("- ") and ":" in rest:
+    if rest.startswith("- "):
+        return "YAML: a list where a key of the mapping was expected", "put the list under `rules:`"
+    if rest[:1] and ":" in rest:
         message = f"YAML: a key where an item (`- `) of the list that began at {opened_at} was expected"
         return message, "begin each rule with `- `; a file is a list or a mapping, not both"
     return (

@@ -100,14 +100,16 @@ class Build(Transformer_NonRecursive):  # type: ignore[misc,type-arg]
             raise SelectorError(f"regex: {error.message}", _start(regex) + error.column, 1) from None
         return self._node(Matches(field, pattern))
 
-    def within(self, token: Token, _in: Token, *items: Range | str) -> Node:
+    def within(self, token: Token, _in: Token, *items: Range | Token) -> Node:
         field = _field(token)
         for item in items:
             if isinstance(item, Range) and field in TEXT_FIELDS:
                 raise _at(token, f"{field} is text, and {item} a range of numbers", f"write {field} in a, b")
             if isinstance(item, str) and is_number(field) and not _number(item):
-                raise _at(token, f"{field} is a number, and {item!r} is none", f"write {field} in 0..29, 40")
-        return self._node(Equal(field, tuple(items), True))
+                pair = re.fullmatch(r"(\d{1,9})[:+](\d{1,9})", item)
+                help = f"a range is written {pair[1]}..{pair[2]}" if pair else f"write {field} in 0..29, 40"
+                raise _at(item, f"{field} is a number, and {str(item)!r} is none", help)
+        return self._node(Equal(field, tuple(i if isinstance(i, Range) else str(i) for i in items), True))
 
     def order(self, token: Token, sign: Token, number: Token) -> Node:
         field = _field(token)
@@ -129,13 +131,14 @@ class Build(Transformer_NonRecursive):  # type: ignore[misc,type-arg]
             raise _at(token, f"the range {made} is empty", f"write {made.last}..{made.first}")
         return made
 
-    def bare(self, token: Token) -> str:
-        return str(token)
+    def bare(self, token: Token) -> Token:
+        return token
 
-    def quoted(self, token: Token) -> str:
-        return re.sub(r"\\(.)", r"\1", token[1:-1]) if token[0] == '"' else str(token[1:-1])
+    def quoted(self, token: Token) -> Token:
+        text = re.sub(r"\\(.)", r"\1", token[1:-1]) if token[0] == '"' else str(token[1:-1])
+        return token.update(value=text)
 
-    def value(self, text: str) -> str:
+    def value(self, text: Token) -> Token:
         return text
 
 

@@ -57,7 +57,9 @@ def explain(text: str, error: Any) -> SelectorError:
     wanted = f"expected {', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else f"expected {words[0]}" if words else ""
     if at >= len(text):
         message = "it is empty" if not text.strip() else "it ends too early"
-        return SelectorError(f"{message}; {wanted}" if wanted else message, len(text))
+        bare = re.fullmatch(r"\s*([A-Za-z_]\w*(?:\.\w+)*)\s*", text)
+        help = f"write @{bare[1]} for the module of that path, or name={bare[1].rpartition('.')[2]}" if bare else ""
+        return SelectorError(f"{message}; {wanted}" if wanted else message, len(text), 1, help)
     found = re.match(r"\w+|.", text[at:])
     shown = found[0] if found else text[at]
     return SelectorError(f"{shown!r} can't stand here; {wanted}" if wanted else f"{shown!r} can't stand here", at, len(shown))
@@ -96,13 +98,21 @@ def _wrong_word(text: str, at: int) -> SelectorError | None:
 def _wrong_sign(text: str, at: int) -> SelectorError | None:
     before = text[:at].rstrip()
     if before.endswith("~") and text[at:].startswith("/"):
-        return SelectorError("the regex isn't closed by a /", at, len(text) - at, r"a / within it is written \/")
+        help = rf"close it with /: {text.rstrip()}/; a / within it is written \/"
+        return SelectorError("the regex isn't closed by a /", at, len(text) - at, help)
     if before.endswith("~"):
         return SelectorError("a regex stands between slashes", at, 1, "such as name ~ /q_.*/")
     if re.search(r"@[\w.*{},]*$", before) and text[at : at + 1] == "[":
         return SelectorError("a glob has no [...]", at, 1, "write {0..9} for numbers and {a,b} for choices")
     if re.search(r"(?:^|[\s(!])[A-Za-z_][\w.]*\.$", before) or (text[at : at + 1] in (".", "*") and re.search(r"[\w.]$", before)):
         return SelectorError("a path is written with @ before it", max(at - 1, 0), 1, "such as @model.layers.*.mlp")
+    if text[at : at + 1] == "[" and re.search(r"(\bin|=)$", before):
+        inner = re.match(r"\[([^\[\]]*)", text[at:])
+        listed = inner[1].strip() if inner and inner[1].strip() else "0..3, 7"
+        return SelectorError("values stand without brackets", at, 1, f"write in {listed}")
+    if text[at : at + 1] == "^" or (text[at : at + 1] == "$" and at == len(text.rstrip()) - 1):
+        pattern = text.strip().removeprefix("^").removesuffix("$").replace("/", r"\/")
+        return SelectorError("a selector is no regex; one stands after ~, between slashes", at, 1, f"write path ~ /{pattern}/")
     if re.search(r"\bin\s*\($", text[: at + 1]):
         return SelectorError("values after `in` stand without parentheses", at, 1, "such as name in q_proj, k_proj")
     if text[at : at + 1] == "/" and "~" not in before[-3:]:

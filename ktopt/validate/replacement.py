@@ -175,10 +175,14 @@ class KwargsReader:
         taken = {self.names.get(key) for key in given}
         near = nearest(str(problem.key), [name for name, field in self.names.items() if field not in taken])
         near = near if alike(str(problem.key), near) else ""
+        if problem.key == "device" and "generate_device" in self.names:
+            near = "generate_device"
         options = ", ".join(self.hints)
         takes = f"{self.spec.name} takes {options}" if options else f"{self.spec.name} takes no kwargs"
         message = f"{self.spec.name} takes no `{problem.key}`" + (f"; did you mean `{near}`?" if near else f"; it takes {options}")
-        fix = self.shape.rewrite(f"write `{near}`", at, near, safe=False) if near else None
+        if problem.key == "device" and isinstance(self.rule, Mapping) and self.rule.get("kwargs") is not None:
+            takes = "the file's `place:` may say it too; " + takes
+        fix = self.shape.rewrite(f"write `{near}`", at, near, safe=False) if near and near not in given else None
         self.shape.inside("kwargs").error("KT403", message, at, help=takes, fix=fix)
 
     def mend_type(self, node: Node | None, problem: Problem) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ktopt.diagnostics import Edit, Fix
@@ -13,7 +15,7 @@ from ktopt.source import Mapping, Node, Origin, Position, Scalar, Span
 from ktopt.validate import keys
 from ktopt.validate.lets import Lets
 from ktopt.validate.replacement import KwargsReader, find_operator
-from ktopt.validate.shape import Shape
+from ktopt.validate.shape import Shape, kind_of
 
 if TYPE_CHECKING:
     from ktopt.selector import Selector
@@ -42,7 +44,7 @@ class RuleReader:
         known, elsewhere = (
             (keys.NATIVE_RULE, keys.NATIVE_RULE_ELSEWHERE) if self.native else (keys.LIST_RULE, keys.LIST_RULE_ELSEWHERE)
         )
-        self.shape.keys(rule, known, elsewhere)
+        self.shape.keys(without_spilled(rule, known), known, elsewhere)
         match = self.match(rule)
         replace = self.replace(rule)
         when, expect = rule.get("when"), rule.get("expect") if self.native else None
@@ -79,6 +81,8 @@ class RuleReader:
     def match(self, rule: Mapping) -> NameClass | Selector | None:
         node = rule.get("match")
         if node is None:
+            if self.shape.misspelt(rule, "match", keys.LIST_RULE):
+                return None
             help = f"write {_MATCH_EXAMPLE}"
             self.shape.error(
                 "KT203", "`match` is missing: the rule says not which modules it takes", self.first_line(rule), help=help
@@ -86,6 +90,11 @@ class RuleReader:
             return None
         if self.native and isinstance(node, Scalar) and isinstance(node.value, str):
             return self.selector(node, "match")
+        if not self.native and isinstance(node, Scalar) and isinstance(node.value, str):
+            message = f"`match` must be a mapping, not {kind_of(node)}"
+            help = f"selectors belong to the native form (`version: 1` and `rules:`); in a list write {_MATCH_EXAMPLE}"
+            self.shape.error("KT206", message, node, help=help)
+            return None
         example = '`match: "@model.layers.*.mlp"`' if self.native else _MATCH_EXAMPLE
         mapping = self.shape.mapping(node, "match", example)
         return None if mapping is None else self.name_class(mapping)
@@ -121,6 +130,8 @@ class RuleReader:
     def replace(self, rule: Mapping) -> Replacement | None:
         node = rule.get("replace")
         if node is None:
+            if self.shape.misspelt(rule, "replace", keys.LIST_RULE):
+                return None
             help = "write `replace: {class: default}` to keep the module and only place it"
             message = "`replace` is missing: the rule says not what takes the modules' place"
             self.shape.error("KT203", message, self.first_line(rule), help=help)
@@ -147,7 +158,7 @@ class RuleReader:
         """KT204 for a `recursive` inside `replace`, and KT202 for other keys that don't belong there."""
         key, value = replace.key("recursive"), replace.get("recursive")
         if key is None or value is None:
-            self.shape.inside("replace").keys(replace, keys.REPLACE, keys.REPLACE_ELSEWHERE)
+            self.shape.inside("replace").keys(without_spilled(replace, keys.REPLACE), keys.REPLACE, keys.REPLACE_ELSEWHERE)
             return
         rest = Mapping(tuple((k, v) for k, v in replace if k is not key), replace.span)
         self.shape.inside("replace").keys(rest, keys.REPLACE, keys.REPLACE_ELSEWHERE)
@@ -179,12 +190,42 @@ class RuleReader:
         return KwargsReader(self.shape, spec, rule).read(options, name, node)
 
     def options(self, rule: Mapping, kwargs: Node) -> Mapping | None:
-        """`kwargs` as a mapping. Where it is empty, the fix is to delete the key."""
+        """`kwargs` as a mapping. Where it is empty, the fix is to indent the options that follow it, or to delete the key."""
         within = rule.get("replace")
         holders = [holder for holder in (rule, within) if isinstance(holder, Mapping) and holder.get("kwargs") is kwargs]
         key = holders[0].key("kwargs") if holders else None
+        if key is not None and (options := spilled(holders[0], keys.NATIVE_RULE if holders[0] is rule else keys.REPLACE)):
+            message = f"`kwargs:` is empty: {len(options)} of its options stand beside it, not inside"
+            help = "indent " + ", ".join(f"`{option.value}`" for option, _ in options) + " by two more spaces"
+            self.shape.error("KT205", message, key, help=help, fix=self.indented(key, options))
+            return None
         fix = self.shape.deletion(holders[0], key, kwargs) if key is not None else None
         return self.shape.mapping(kwargs, "kwargs", "`generate_device: cuda:0`", fix)
+
+    def indented(self, kwargs: Scalar, options: list[tuple[Scalar, Node]]) -> Fix | None:
+        """A fix that puts two spaces before each line of the options that follow an empty `kwargs:`."""
+        first, last = options[0][0].span.start.line, options[-1][1].span.end
+        lines = range(first, last.line + (last.column > 1))
+        if first == kwargs.span.start.line or any(key.span.start.column != kwargs.span.start.column for key, _ in options):
+            return None
+        spots = [Span(Position(line, 1), Position(line, 1)) for line in lines]
+        return Fix("indent the options", tuple(Edit(self.shape.file, spot, "  ") for spot in spots))
+
+
+def spilled(holder: Mapping, known: Collection[str]) -> list[tuple[Scalar, Node]]:
+    """The options of an operator that follow an empty `kwargs:` in the mapping which holds it, for lack of indentation."""
+    entries = list(holder.entries)
+    at = next((i for i, (key, _) in enumerate(entries) if key.value == "kwargs"), None)
+    if at is None or not isinstance(entries[at][1], Scalar) or entries[at][1].value is not None:
+        return []
+    foreign = {*known, *keys.NATIVE_RULE, *keys.MATCH}
+    return list(takewhile(lambda entry: entry[0].value not in foreign, entries[at + 1 :]))
+
+
+def without_spilled(holder: Mapping, known: Collection[str]) -> Mapping:
+    """The mapping without those options, of which `kwargs` says all that there is to say."""
+    options = spilled(holder, known)
+    return Mapping(tuple(entry for entry in holder if entry not in options), holder.span) if options else holder
 
 
 def read_selector(shape: Shape, node: Scalar, text: str, lets: Lets, *, when: bool = False) -> Selector | None:

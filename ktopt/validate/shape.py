@@ -82,6 +82,10 @@ class Shape:
         line = key.span.start.line
         return self.rewrite(f"delete `{key.value}`", Span(Position(line, 1), Position(line + 1, 1)), "")
 
+    def misspelt(self, mapping: Mapping, missing: str, known: Collection[str]) -> bool:
+        """Whether a key that isn't there was probably written as one that isn't known, which has its own finding."""
+        return any(nearest(str(key.value), known) == missing for key, _ in mapping if key.value not in known)
+
     def keys(self, mapping: Mapping, known: Collection[str], elsewhere: Map[str, str]) -> None:
         """KT202 for each key that isn't `known`; `elsewhere` says of keys that belong somewhere else where that is."""
         for key, _ in mapping:
@@ -151,5 +155,10 @@ class Shape:
     def count(self, node: Node, name: str) -> int | None:
         if isinstance(node, Scalar) and type(node.value) is int and node.value >= 0:
             return node.value
-        self.error("KT206", f"`{name}` must be a whole number from 0, not {kind_of(node)}", node, help=f"write `{name}: 61`")
+        message = f"`{name}` must be a whole number from 0, not {kind_of(node)}"
+        if isinstance(node, Scalar) and isinstance(node.value, str) and node.style and node.value.isdecimal():
+            fix = self.rewrite("remove the quotes", node, node.value)
+            self.error("KT206", message, node, help="remove the quotes", fix=fix)
+        else:
+            self.error("KT206", message, node, help=f"write `{name}: 61`")
         return None
