@@ -319,23 +319,39 @@ class _Planner:
         hardware = self.options.hardware
         if hardware is None:
             return
-        held: dict[str, list[Step]] = {}
-        for step in steps:
+        held: dict[str, list[tuple[int, Step]]] = {}
+        for index, step in enumerate(steps):
             for device in (step.generate_device, *step.replicas):
-                held.setdefault(device, []).append(step)
+                held.setdefault(device, []).append((index, step))
         for device, rows in held.items():
             found = hardware.device(device)
             have = found.memory_bytes if found else hardware.ram_bytes if device == "cpu" else 0
-            need = sum(step.weight_bytes for step in rows)
+            need = sum(step.weight_bytes for _, step in rows)
             if have and need > have:
-                largest = sorted(rows, key=lambda s: -s.weight_bytes)[:5]
+                largest = sorted((step for _, step in rows), key=lambda s: -s.weight_bytes)[:5]
                 items = ", ".join(f"{s.path} {s.weight_bytes / 1e9:.2f} GB" for s in largest)
                 self.report.error(
                     "KT504",
                     f"{device} would hold {need / 1e9:.1f} GB of weights and {hardware.name} has {have / 1e9:.1f} GB there",
-                    self._file_origin(),
+                    self._who_fills(rows),
                     help=f"move modules elsewhere; the largest are {items}",
                 )
+
+    def _who_fills(self, rows: Sequence[tuple[int, Step]]) -> Origin:
+        """Where the file puts most of what these rows hold: a rule's device, a line of `place:`, or the default."""
+        filled: dict[Origin, int] = {}
+        for index, step in rows:
+            if step.weight_bytes:
+                origin = self._says_where(index)
+                filled[origin] = filled.get(origin, 0) + step.weight_bytes
+        return max(filled, key=filled.__getitem__)
+
+    def _says_where(self, index: int) -> Origin:
+        decision = self.matches.decisions[index]
+        if decision.closed_by is not None:
+            return self._says_where(decision.closed_by)
+        rule = None if decision.rule is None else self.ruleset.rules[decision.rule]
+        return self._asks(rule, ("generate_device", "device"), decision.place)[1]
 
     def notes(self) -> tuple[str, ...]:
         made = []

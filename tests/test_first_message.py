@@ -165,3 +165,86 @@ def test_layers_that_a_rule_leaves_out_on_purpose_are_an_info(tmp_path, text):
 def test_a_number_that_was_expected_is_not_spoken_of_where_a_rule_takes_nothing(tmp_path):
     text = NATIVE + "rules:\n- {match: class=Linaer, replace: KTransformersLinear, expect: 5}\n"
     assert seen(check(tmp_path, text)) == [("KT301", "error", 3)]
+
+
+MOE = r"""- match: {name: '^model\.layers\..*\.mlp$', class: ktransformers.models.modeling_deepseek_v3.DeepseekV3MoE}
+  replace: {class: ktransformers.operators.experts.KDeepseekV3MoE, kwargs: {generate_device: DEVICE}}
+"""
+
+
+def test_experts_that_no_rule_mentions_are_a_warning_at_the_rule_of_their_block_with_a_rule_to_paste(tmp_path):
+    (d,) = check(tmp_path, MOE.replace("DEVICE", "'cuda:0'"))
+    assert seen([d]) == [("KT603", "warning", 1)]
+    assert "654 billion weights stay on cuda:0" in d.message
+    pasted = d.help[d.help.index("- {match") :]
+    assert not check(tmp_path, MOE.replace("DEVICE", "'cuda:0'") + pasted + "\n")
+
+
+@pytest.mark.parametrize("device", ["cpu", "'cuda:1'"])
+def test_experts_are_not_said_to_be_forgotten_twice_or_without_an_accelerator(tmp_path, device):
+    assert not [d for d in check(tmp_path, MOE.replace("DEVICE", device)) if "replaces their blocks" in d.message]
+
+
+def test_the_smaller_part_of_a_split_layer_is_the_one_to_move(tmp_path):
+    text = r"""
+- match: {name: '^model\.layers\..*\.self_attn$'}
+  replace: {class: default, kwargs: {generate_device: 'cuda:0'}}
+  recursive: False
+- match: {name: '^model\.layers\.'}
+  replace: {class: default, kwargs: {generate_device: 'cuda:1'}}
+""".replace("  recursive: False\n", "").replace("self_attn$", "self_attn\\.o_proj$")
+    (d,) = [d for d in check(tmp_path, text) if d.code == "KT502"]
+    assert (d.span.start.line, d.help) == (3, "put these modules on cuda:1 too")
+
+
+@pytest.mark.parametrize(
+    ("name", "help"),
+    [
+        ("expert$", "did you mean experts?"),
+        ("self_att$", "did you mean self_attn?"),
+        (r"^model\.layer\.", "did you mean layers?"),
+        (r"shared_expert$", "did you mean shared_experts?"),
+        ("model/layers/.*/mlp$", r"write model\.layers\..*\.mlp$"),
+        ("\u201c^model$\u201d", "typographic quotation mark"),
+    ],
+)
+def test_a_name_that_no_path_has_is_answered_with_the_nearest_one(tmp_path, name, help):
+    (d,) = check(tmp_path, f"- match: {{name: '{name}'}}\n  replace: {{class: default}}\n")
+    assert d.code == "KT301"
+    assert help in d.help
+
+
+@pytest.mark.parametrize(
+    ("cls", "model", "help"),
+    [
+        ("torch.nn.Liner", MODEL, "did you mean torch.nn.Linear?"),
+        ("x.modeling_qwen3_moe.Qwen3MoeMLP", "qwen3-30b-a3b", "the rule has no use for it and can be deleted"),
+        ("x.modeling_deepseek_v3.DeepseekV3Moe", MODEL, "DeepseekV3MoE?"),
+    ],
+)
+def test_a_class_is_answered_with_one_spelt_like_it_or_of_the_same_part(tmp_path, cls, model, help):
+    (d,) = check(tmp_path, f"- match: {{class: {cls}}}\n  replace: {{class: default}}\n", model)
+    assert help in d.help
+    assert "Qwen3MoeModel" not in d.help
+
+
+def test_a_class_of_another_model_is_answered_with_the_class_at_that_name(tmp_path):
+    text = "- match: {name: 'mlp$', class: x.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock}\n  replace: {class: default}\n"
+    (d,) = check(tmp_path, text)
+    assert d.help == "modules at that name are DeepseekV3MoE"
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "whole"), [("model", "KDeepseekV2Model", "^model$"), (r"\.mlp", "KDeepseekV3MoE", r"\.mlp$")]
+)
+def test_a_name_that_is_found_in_other_paths_too_is_one_finding(tmp_path, name, operator, whole):
+    (d,) = [d for d in check(tmp_path, f"- match: {{name: '{name}'}}\n  replace: {{class: {operator}}}\n") if d.code == "KT407"]
+    assert "searched for anywhere" in d.message
+    assert d.help.startswith(f"write {whole},")
+
+
+def test_a_device_that_is_too_small_is_reported_where_the_file_puts_most_on_it(tmp_path):
+    path = tmp_path / "rules.yaml"
+    path.write_text(f"{NATIVE}place:\n  'cuda:0': 'layer in 0..'\nrules: []\n")
+    (d,) = [d for d in ktopt.check(path, "llama-3.1-70b", hardware="1x24GB") if d.code == "KT504"]
+    assert d.span.start.line == 3

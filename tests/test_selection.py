@@ -62,7 +62,7 @@ def test_a_name_and_a_class_that_no_module_has_together():
 def test_a_selector_that_takes_nothing_names_what_is_near():
     d = found("KT301", check(deepseek_like(5), rule(selector=selector("@model.layers.*.mlp.expert | class=Linaer"))))
     assert "no path has expert; did you mean experts?" in d.help
-    assert "did you mean torch.nn.modules.linear.Linear?" in d.help
+    assert "did you mean Linear?" in d.help
 
 
 def test_a_literal_backslash_is_the_reason_that_is_given():

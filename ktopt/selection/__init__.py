@@ -11,6 +11,7 @@ from ktopt.selection.places import check_place, check_place_gaps
 from ktopt.selection.rules import check_rule, owners, where
 from ktopt.selection.structure import check_structure
 from ktopt.selection.terms import check_terms
+from ktopt.selection.unmentioned import check_experts_mentioned
 from ktopt.selection.unsettled import check_unsettled
 
 __all__ = ["check_selection", "owners", "where"]
@@ -34,6 +35,7 @@ def check_selection(matches: Matches, report: Report) -> None:
     check_place_gaps(matches, report)
     check_layers(matches, report)
     check_structure(matches, report)
+    check_experts_mentioned(matches, report)
 
 
 def _report_slow(matches: Matches, report: Report) -> None:

@@ -16,6 +16,7 @@ from ktopt.selection.layers import check_layers
 from ktopt.selection.places import check_place
 from ktopt.selection.rules import already_said, check_rule, where
 from ktopt.selection.structure import check_structure
+from ktopt.selection.unmentioned import check_experts_mentioned
 from ktopt.selector.expression import Expression
 from ktopt.selector.fields import Test
 from ktopt.selector.surroundings import Surroundings, branches, describe, tests_of
@@ -75,6 +76,7 @@ def _look(matches: Matches, around: Surroundings, report: Report) -> Branch:
     there = match_in(matches.ruleset, matches.graph, around, report)
     check_layers(there, layers := Report())
     check_structure(there, structure := Report())
+    check_experts_mentioned(there, structure)
     return Branch(around, there, tuple(layers), tuple(structure))
 
 

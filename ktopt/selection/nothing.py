@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ktopt.clauses import give_up
@@ -15,16 +14,13 @@ from ktopt.pattern.check import literal_backslash
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import in_words
+from ktopt.selection.nearest import near_class, near_segment, near_words, part_of_name, segments
 from ktopt.selector import Selector
 from ktopt.selector.expression import Equal
 from ktopt.selector.expression import Matches as MatchesRegex
 from ktopt.selector.fields import Test, config_value, holds, tensor_values
 from ktopt.source import Origin
 from ktopt.treeindex import index_of, is_a, members
-
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NEGATIVE = re.compile(r"\(\?<?![^()]*\)")
-_ESCAPE = re.compile(r"\\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,8 @@ def explain_nothing(rule: Rule, matches: Matches) -> Finding:
 
 def near_names(selector: Selector, graph: ModuleGraph) -> str | None:
     """What is nearest to names in a selector that the tree doesn't have."""
-    hints = [_near_class(c, graph) for c in selector.classes_written if not _of_class(c, graph)]
-    hints += [_near_segment(s, graph) for s in selector.segments_written if s not in segments(graph)]
+    hints: list[str | None] = [_meant(near_class(c, graph)) for c in selector.classes_written if not _of_class(c, graph)]
+    hints += [near_segment(s, graph) for s in selector.segments_written if s not in segments(graph)]
     hints += [_known_values(test, graph) for test in selector.tests]
     return "; ".join(h for h in hints if h) or None
 
@@ -92,10 +88,7 @@ def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Fi
     of_class = _of_class(written, graph) if written is not None else list(range(len(graph)))
     if written is not None and not of_class:
         message = f"rule {number} matches nothing: no module of {_model(graph)} is a {written}"
-        near = _near_class_name(written, graph)
-        place = clauses.cls_origin
-        fix = Fix(f"write {near}", (Edit(place.file, place.span, near),), safe=False) if near and place else None
-        return Finding("KT301", message, place or rule.match_origin, f"did you mean {near}?" if near else None, fix=fix)
+        return _no_such_class(message, rule, clauses, graph)
     of_name = _of_name(name, graph) if name is not None else []
     if of_name and written is not None:
         message = (
@@ -114,6 +107,27 @@ def _by_name_and_class(rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Fi
     return Finding("KT301", message, name_origin, near_words(name, graph))
 
 
+def _no_such_class(message: str, rule: Rule, clauses: NameClass, graph: ModuleGraph) -> Finding:
+    """The class that was meant: one spelt like it, else one that the rule's name takes; else there may be none here."""
+    written, place = clauses.cls or "", clauses.cls_origin
+    near, help = near_class(written, graph), ""
+    if not near and clauses.name is not None:
+        at_name = {graph.modules[i].cls.simple_name: graph.modules[i].cls for i in _of_name(clauses.name, graph)}
+        part = part_of_name(written.rpartition(".")[2])
+        same = {name: cls for name, cls in at_name.items() if part and cls.role == part} or at_name
+        if same and len(same) <= 3:
+            help = f"modules at that name are {' or '.join(same)}"
+            near = next(iter(same.values())).name if len(same) == 1 and same is not at_name else ""
+            help += "" if near else "; where other modules are meant that this model hasn't, the rule can be deleted"
+    help = help or _meant(near) or "where the model has no such modules, the rule has no use for it and can be deleted"
+    fix = Fix(f"write {near}", (Edit(place.file, place.span, near),), safe=False) if near and place else None
+    return Finding("KT301", message, place or rule.match_origin, help, fix=fix)
+
+
+def _meant(near: str) -> str:
+    return f"did you mean {near}?" if near else ""
+
+
 def _model(graph: ModuleGraph) -> str:
     return graph.name or "this model"
 
@@ -125,41 +139,6 @@ def _of_class(written: str, graph: ModuleGraph) -> list[int]:
 def _of_name(name: str, graph: ModuleGraph) -> list[int]:
     pattern = compile_pattern(name)
     return [m.index for m in graph if pattern.search(m.path)]
-
-
-def segments(graph: ModuleGraph) -> set[str]:
-    """Every segment of every path, aliases included."""
-    return {part for m in graph for path in (m.path, *m.alias_paths) for part in path.split(".")}
-
-
-def _near_class(written: str, graph: ModuleGraph) -> str | None:
-    near = _near_class_name(written, graph)
-    return f"did you mean {near}?" if near else None
-
-
-def _near_class_name(written: str, graph: ModuleGraph) -> str:
-    names: dict[str, str] = {}
-    for example, _ in index_of(graph).classes:
-        for dotted in (example.cls.name, *example.alias_classes):
-            names.setdefault(dotted.rpartition(".")[2], dotted)
-    simple = written.rpartition(".")[2]
-    near = next((name for name in names if name.lower() == simple.lower()), "") or nearest(simple, names)
-    return names[near] if near else ""
-
-
-def _near_segment(word: str, graph: ModuleGraph) -> str | None:
-    near = nearest(word, segments(graph))
-    return f"no path has {word}; did you mean {near}?" if near else f"no path has {word}"
-
-
-def near_words(name: str, graph: ModuleGraph) -> str | None:
-    """What is nearest to a word of the pattern that is part of no path."""
-    known = segments(graph)
-    text = _ESCAPE.sub(" ", _NEGATIVE.sub(" ", name))
-    for word in _WORD.findall(text):
-        if len(word) > 1 and not any(word in segment for segment in known):
-            return _near_segment(word, graph)
-    return "each part of it occurs in some path, but not together in one; see the tree with `ktopt inspect`"
 
 
 def layers_beyond(name: str, graph: ModuleGraph) -> list[int]:

@@ -17,8 +17,8 @@ from ktopt.treeindex import index_of, members
 
 
 def check_place(place: Place, matches: Matches, report: Report) -> None:
-    """KT301 for a line that takes nothing, KT306 for one that names layers beyond the model, and KT302, an info, for one whose
-    modules earlier lines place."""
+    """KT301 for a line that takes nothing, KT306 for one that names layers beyond the model, and infos for one whose modules
+    earlier lines place: KT302 where they are all, KT303 where an earlier line overlaps this one."""
     if matches.placed is None:
         return
     at = matches.ruleset.places.index(place)

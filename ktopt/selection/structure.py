@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ktopt.diagnostics import Fix, Related, Report, Severity
 from ktopt.graph import Module
 from ktopt.match import Decision, Matches
 from ktopt.operator import yaml_text
+from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
 from ktopt.pattern.check import pattern_fix
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.placement import device_kind
@@ -62,9 +63,43 @@ def _check_fit(rule: Rule, matches: Matches, report: Report) -> None:
             asked[key] = _refusal(module, operator.fits(module), operator.roles, operator.refuses(module, config))
         if (reason := asked[key]) is not None:
             refused.setdefault(reason, []).append(index)
+    if len(refused) > 1 and _report_searched(rule, refused, matches, report):
+        return
     for reason, indices in refused.items():
         message = f"rule {rule.number}: {operator.name} can't take {in_words(matches.graph, indices)}: {reason}"
         report.error("KT407", message, rule.replace.origin, help="narrow the match, or name an operator that fits")
+
+
+def _report_searched(rule: Rule, refused: dict[str, list[int]], matches: Matches, report: Report) -> bool:
+    """KT407 once, where a name is found in the middle of paths and so takes modules of several kinds, with what to write instead;
+    False where that isn't the reason."""
+    name = rule.match.name if isinstance(rule.match, NameClass) and rule.match.cls is None else None
+    whole = next(iter(_anchored(name, rule, matches)), None) if name else None
+    if name is None or whole is None:
+        return False
+    indices = [i for found in refused.values() for i in found]
+    taken = in_words(matches.graph, sorted(indices))
+    message = (
+        f"rule {rule.number}: `{name}` is searched for anywhere in a path, so the rule takes {taken} too, "
+        f"and {rule.replace.operator.name} can't take their place"
+    )
+    fix = pattern_fix(f"write {whole}", _name_origin(rule), whole)
+    report.error("KT407", message, _name_origin(rule), help=f"write {whole}, which ends where the path ends", fix=fix)
+    return True
+
+
+def _anchored(name: str, rule: Rule, matches: Matches) -> Iterator[str]:
+    """The name with an end, and a beginning, by which it takes only modules that the operator can replace."""
+    if name.endswith("$") or "|" in name:
+        return
+    for whole in (f"^{name}$", rf"\.{name}$", f"{name}$") if not name.startswith(("^", "\\.")) else (f"{name}$",):
+        try:
+            pattern = compile_pattern(whole)
+            taken = [m for m in matches.graph if pattern.search(m.path)]
+        except (PatternError, PatternTimeout):
+            return
+        if any(rule.replace.operator.fits(m) for m in taken):
+            yield whole
 
 
 def _refusal(module: Module, fits: bool, roles: Iterable[str], refusal: str | None) -> str | None:

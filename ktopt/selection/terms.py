@@ -11,7 +11,8 @@ from ktopt.graph import ModuleGraph
 from ktopt.match import Matches
 from ktopt.pattern import PatternError, PatternTimeout, compile_pattern
 from ktopt.ruleset import NameClass, Rule
-from ktopt.selection.nothing import layers_beyond, near_names, near_words
+from ktopt.selection.nearest import near_words
+from ktopt.selection.nothing import layers_beyond, near_names
 from ktopt.selection.spots import part_of
 from ktopt.selector import Selector
 from ktopt.selector.expression import AllOf, AnyOf, Call, Equal, Expression, Glob, Minus, Not, Ref
