@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from ktopt.diagnostics import Report, Severity
 from ktopt.graph import ModuleGraph
@@ -19,6 +20,10 @@ from ktopt.selector.expression import AllOf, AnyOf, Call, Equal, Expression, Glo
 from ktopt.selector.glob import numbers_written
 from ktopt.source import Origin, Position, Span
 from ktopt.treeindex import index_of
+
+
+MOST_LOOKED_AT = 50
+"""Parts of one match that are looked at: no written file has as many, and each costs a walk over the tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ def dead_terms(selector: Selector, graph: ModuleGraph) -> list[Term]:
     """The operands of a selector, and of the named selectors that it uses, that select nothing. Those that ask for layers beyond
     the model are not meant: KT306 tells of them."""
     found: dict[tuple[str, str], Term] = {}
-    for owner, let, node in _operands(selector, selector.root, "", set()):
+    for owner, let, node in islice(_operands(selector, selector.root, "", set()), MOST_LOOKED_AT):
         text = str(node)
         if (let, text) not in found and _is_dead(node, owner, graph):
             alone = replace(owner, text=text, root=node)
@@ -122,7 +127,7 @@ def _check_alternatives(rule: Rule, clauses: NameClass, graph: ModuleGraph, seve
     """The alternatives of a pattern that stand side by side in the whole of it."""
     whole = clauses.name or ""
     parts = alternatives(whole)
-    for part in parts if len(parts) > 1 else ():
+    for part in parts[:MOST_LOOKED_AT] if len(parts) > 1 else ():
         try:
             pattern = compile_pattern(part)
             if any(pattern.search(path) for m in graph for path in (m.path, *m.alias_paths)) or layers_beyond(part, graph):
