@@ -21,7 +21,6 @@ from ktopt.selector.glob import numbers_written
 from ktopt.source import Origin, Position, Span
 from ktopt.treeindex import index_of
 
-
 MOST_LOOKED_AT = 50
 """Parts of one match that are looked at: no written file has as many, and each costs a walk over the tree."""
 
