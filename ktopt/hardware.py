@@ -37,7 +37,7 @@ MAX_DEVICES = 256
 MAX_DEPTH = 16
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_PRESET = re.compile(r"(?:cpu|(\d{1,3})x(\d{1,4})GB)(?:\+(\d{1,6})GB)?", re.IGNORECASE)
+_PRESET = re.compile(r"(?:cpu|(\d{1,3})x(\d{1,4})GB)(?:\+(\d{1,6})([GT])B)?", re.IGNORECASE)
 _TYPICAL_CARD = {
     24: ("24 GB card", 89),
     40: ("40 GB card", 80),
@@ -69,7 +69,8 @@ def preset(text: str) -> Hardware | None:
     found = _PRESET.fullmatch(text)
     if not found:
         return None
-    count, size, ram = (int(group or 0) for group in found.groups())
+    count, size, ram = (int(group or 0) for group in found.groups()[:3])
+    ram *= 1024 if (found[4] or "").upper() == "T" else 1
     if found[1] is not None and (not 0 < count <= MAX_DEVICES or not size):
         raise UsageError(f"--hardware {text}: a preset has 1 to {MAX_DEVICES} cards, of 1 GB at least")
     model, sm = _TYPICAL_CARD.get(size, (f"{size} GB card", 80))

@@ -12,6 +12,8 @@ from ktopt.plan import Plan, Step
 
 COMPARED = ("cls", "operator", "kwargs", "prefill_device", "generate_device", "dtype", "replicas", "inside", "runs", "weight_bytes")
 """Fields of a step that count as a difference. Which rule decided, and where it stands in its file, does not."""
+PLACE = ("prefill_device", "generate_device", "replicas")
+"""Those that don't count of a module that holds nothing and that no operator takes: there is nothing to place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,10 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
 
 
 def _differences(a: Step, b: Step) -> Iterable[tuple[str, Any, Any]]:
+    placed = any(step.weight_bytes or step.operator != "default" for step in (a, b))
     for name in COMPARED:
+        if not placed and name in PLACE:
+            continue
         before, after = getattr(a, name), getattr(b, name)
         if _comparable(before) == _comparable(after):
             continue

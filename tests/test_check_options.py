@@ -394,6 +394,12 @@ class TestSettings:
 
 
 class TestFormat:
+    @pytest.mark.parametrize("name", ["nothing.gguf", "r.yaml"])
+    def test_weights_that_can_not_be_read_are_a_finding_in_the_format_asked_for(self, cli: Cli, write: Any, name: str) -> None:
+        write(CLEAN)
+        result = cli("r.yaml", *SMALL, "--weights", name, "--format", "json")
+        assert (result.code, codes(result)) == (1, ["KT703"])
+
     def test_github_is_chosen_by_itself_in_its_actions(self, cli: Cli, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         write(QUOTED)
         monkeypatch.setenv("GITHUB_ACTIONS", "true")

@@ -40,6 +40,7 @@ def test_a_preset_has_its_cards_and_no_stated_ram() -> None:
 def test_a_preset_takes_ram_after_a_plus() -> None:
     assert load_hardware("1x24GB+128GB").ram_bytes == 128 * GIB
     assert load_hardware("cpu+32GB").ram_bytes == 32 * GIB
+    assert load_hardware("2x80GB+2TB").ram_bytes == 2048 * GIB
     assert load_hardware("cpu").devices == ()
 
 

@@ -151,14 +151,19 @@ def test_a_tree_without_decoder_layers_is_refused() -> None:
 
 class TestCommand:
     def test_it_writes_a_file_that_check_finds_nothing_in(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = tmp_path / "rules.yaml"
+        path = tmp_path / "rules" / "rules.yaml"
+        path.parent.mkdir()
+        (tmp_path / "ktopt.schema.json").write_text("{}")
         assert main(["init", "--model", "moonlight-16b-a3b", "--hardware", "2x24GB", "-o", str(path)]) == 0
         capsys.readouterr()
         assert main(["check", str(path), "--model", "moonlight-16b-a3b", "--fail-on", "info"]) == 0
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first.startswith("# yaml-language-server: $schema=")
-        assert (tmp_path / first.partition("=")[2]).resolve().name == "ruleset.schema.json"
-        assert (tmp_path / first.partition("=")[2]).is_file()
+        assert first == "# yaml-language-server: $schema=../ktopt.schema.json"
+
+    def test_without_a_schema_in_the_project_it_names_none(self, tmp_path: Path) -> None:
+        path = tmp_path / "rules.yaml"
+        assert main(["init", "--model", "smollm2-135m", "-o", str(path)]) == 0
+        assert "$schema" not in path.read_text(encoding="utf-8")
 
     def test_it_overwrites_nothing_unless_told_to(self, tmp_path: Path) -> None:
         path = tmp_path / "rules.yaml"
@@ -169,7 +174,9 @@ class TestCommand:
         assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=https://example.org/s.json\n")
 
     def test_main_memory_that_is_too_small_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["init", "--model", "qwen3-30b-a3b", "--hardware", "1x24GB+8GB"]) == 0
+        assert main(["init", "--model", "qwen3-30b-a3b", "--hardware", "1x24GB+8GB"]) == 1
         captured = capsys.readouterr()
         assert "KT504" in captured.err
-        assert captured.out.startswith("# yaml-language-server")
+        assert "qwen3-30b-a3b doesn't fit on 1x24GB+8GB: main memory of 8.6 GB would have to hold " in captured.err
+        assert " GB too much" in captured.err
+        assert captured.out.startswith("# qwen3-30b-a3b")

@@ -43,6 +43,7 @@ EXPERTS = """\
 """
 SHADOWED = LINEAR + LINEAR.replace("'^model\\.layers\\.'", "'^model\\.layers\\.\\d+\\.self_attn\\.o_proj$'")
 WRONG_OP = LINEAR.replace("KLinearTorch", "KLinearTroch")
+WRONG_DEVICE = LINEAR.replace("generate_device: cuda:0", "generate_device: gpu")
 NATIVE = """\
 version: 1
 let:
@@ -145,8 +146,10 @@ class TestFindings:
         assert (found["code"], found["range"]["start"]["line"]) == ("KT101", 1)
 
     def test_comments_silence_findings_as_in_ktopt_check(self, doc: Any) -> None:
-        rules = doc(WRONG_OP.replace("KLinearTroch", "KLinearTroch  # ktopt: ignore[KT402] on purpose"))
+        rules = doc(WRONG_DEVICE.replace("gpu", "gpu  # ktopt: ignore[KT501] on purpose"))
         assert rules.codes == []
+        stopped = doc(WRONG_OP.replace("KLinearTroch", "KLinearTroch  # ktopt: ignore[KT402] on purpose"), "stopped")
+        assert set(stopped.codes) == {"KT402", "KT111"}
 
     def test_findings_in_an_imported_file_stand_at_the_import(self, doc: Any, workspace: Path) -> None:
         (workspace / "common.yaml").write_text('version: 1\nrules:\n  - match: "@lm_head"\n    replace: KTransfromersLinear\n')
@@ -334,17 +337,17 @@ class TestActions:
 
     @pytest.mark.parametrize("ending", ["\n", "\r\n"])
     def test_an_ignore_comment_is_offered_and_silences_the_line(self, doc: Any, ending: str) -> None:
-        rules = doc(WRONG_OP.replace("\n", ending))
-        action = next(a for a in rules.actions("KLinearTroch") if a["title"] == "Ignore KT402 on this line")
+        rules = doc(WRONG_DEVICE.replace("\n", ending))
+        action = next(a for a in rules.actions("gpu") if a["title"] == "Ignore KT501 on this line")
         rules.apply(action["edit"]["changes"][rules.uri])
         assert rules.codes == []
-        assert f"KLinearTroch  # ktopt: ignore[KT402]{ending}" in rules.text
+        assert f"gpu  # ktopt: ignore[KT501]{ending}" in rules.text
         assert rules.text.count("\r\n") == (rules.text.count("\n") if ending == "\r\n" else 0)
 
     def test_a_certain_fix_is_preferred(self, doc: Any) -> None:
         rules = doc(LINEAR + "  recursive: 'False'\n")
         found = {a["title"]: a.get("isPreferred") for a in rules.actions("recursive", only=["quickfix"])}
-        assert found == {"Remove the quotes": True, "Ignore KT110 on this line": None}
+        assert found == {"Remove the quotes": True}
 
     def test_all_certain_fixes_are_made_at_once(self, doc: Any, editor: LspClient) -> None:
         rules = doc(WRONG_OP + "  recursive: 'False'\n")

@@ -285,9 +285,10 @@ class TestCommand:
     def test_it_writes_the_native_file_and_says_what_it_proved(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
         old.write_text(self.OLD, encoding="utf-8")
+        (tmp_path / "ktopt.schema.json").write_text("{}")
         assert main(["migrate", str(old), "--model", "smollm2-135m", "-o", str(new)]) == 0
         assert "1 rule became 1; both files resolve alike on smollm2-135m (274 modules" in capsys.readouterr().err
-        assert new.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=")
+        assert new.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=./ktopt.schema.json")
         assert main(["check", str(new), "--model", "smollm2-135m"]) == 0
 
     def test_standard_input_goes_to_standard_output(

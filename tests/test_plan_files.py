@@ -110,6 +110,13 @@ def test_a_diff_names_modules_fields_and_bytes() -> None:
     assert "cpu: 0.0 MB -> 0.0 MB" in text
 
 
+def test_the_device_of_a_module_that_holds_and_runs_nothing_is_no_difference() -> None:
+    container = step("model.layers.0", operator="default", weight_bytes=0)
+    assert diff_plans(plan(container), plan(container._replace(generate_device="cpu"))).empty
+    for held in (container._replace(weight_bytes=8), container._replace(operator="KDeepseekV2Model")):
+        assert not diff_plans(plan(held), plan(held._replace(generate_device="cpu"))).empty
+
+
 def test_a_diff_names_the_kwarg_that_changed() -> None:
     text = diff_plans(plan(step("a", kwargs={"x": 1, "y": 2})), plan(step("a", kwargs={"x": 1, "y": 3}))).render()
     assert text == "~ a: kwargs.y 2 -> 3"

@@ -208,6 +208,17 @@ def test_an_optimized_folder_as_a_model_says_what_it_is(tmp_path, capsys):
     assert "is what `ktopt apply` wrote" in capsys.readouterr().err
 
 
+def test_several_codes_and_classes_are_explained(capsys):
+    assert main(["explain", "KT305", "kt309"]) == 0
+    pages = capsys.readouterr().out
+    assert pages.startswith("KT305: ")
+    assert "\nKT309: " in pages
+    assert main(["explain", "KT3"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) > 5
+    assert all(line.startswith("KT3") for line in listed)
+
+
 def test_hardware_files_are_explained_and_doctor_writes_one(capsys):
     assert main(["explain", "hardware"]) == 0
     explained = capsys.readouterr().out

@@ -20,7 +20,7 @@ CLEAN, FINDINGS, USAGE, INTERNAL = 0, 1, 2, 3
 INTERRUPTED, PIPE_CLOSED = 130, 141
 EXIT_CODES = {
     CLEAN: "done, and nothing found that fails the run",
-    FINDINGS: "something found: in rules, between plans, in weights; or the machine refused (a disk that is full)",
+    FINDINGS: "something found: in rules (or they can't be read), between plans, in weights; or the machine refused (a full disk)",
     USAGE: "asked wrongly: unknown options or names (of a model, machine, device, module, operator, code), no place to write to",
     INTERNAL: "ktopt itself failed: please report it",
     INTERRUPTED: "interrupted by Ctrl-C",

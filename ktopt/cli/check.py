@@ -12,13 +12,14 @@ from typing import Any, TextIO
 from ktopt.checking import FileCheck, Target, check_file, unreadable
 from ktopt.checking.settings import FAIL_ON, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.cli.findings import at_least, count, print_report
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rule_files, rules_argument
+from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rule_files, rules_argument, weights_exist
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
 from ktopt.parse import read_source
 from ktopt.render import FOR_PEOPLE, FORMATS
 from ktopt.render.style import plural
 from ktopt.source import SourceFile
+from ktopt.weights.source import WeightError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", "-v", action="store_true", help="show infos too; json, jsonl, sarif and junit always do")
     parser.add_argument("--matrix", action="store_true", help="print how many modules each rule takes on each model")
     parser.add_argument("--watch", action="store_true", help="check again whenever a file changes")
+    parser.set_defaults(asks_for_weights_itself=True)  # to say in the format asked for that there are none
     group = parser.add_argument_group("mending")
     group.add_argument("--fix", action="store_true", help="apply the fixes that are certain")
     group.add_argument("--unsafe-fixes", action="store_true", help="apply those too that guess what was meant (implies --fix)")
@@ -100,7 +102,15 @@ class Session:
     def once(self) -> int:
         """Check every file, mend where asked to, print, and return the exit code."""
         args = self.args
-        checks = self.check_all()
+        try:
+            weights_exist(args)
+            checks = self.check_all()
+        except (UsageError, WeightError) as error:
+            if not args.weights or self.format in FOR_PEOPLE or not _about_weights(error, args.weights):
+                raise
+            found = Diagnostic("KT703", Severity.ERROR, str(error), args.weights)
+            print_report([found], sys.stdout, {args.weights: SourceFile(args.weights, "")}, self.format)
+            return 1
         if args.matrix:
             from ktopt.cli.matrix import print_matrix
 
@@ -210,6 +220,11 @@ class Session:
         print_report(shown, stream, sources, self.format, listed)
         gap = "\n" if shown and self.format == "full" else ""
         print(gap + summary(found, len(found) - len(shown), checks, style_of(stream)), file=stream)
+
+
+def _about_weights(error: Exception, weights: str) -> bool:
+    """Whether an error says that the weights given can't be read, which a program is told in the format that it asked for."""
+    return isinstance(error, WeightError) or str(error).startswith((f"--weights {weights}", weights))
 
 
 def _need_locks(files: Sequence[str], args: argparse.Namespace) -> None:

@@ -14,6 +14,9 @@ from ktopt.render.style import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Devices of modules that hold no tensors and that no operator takes are no difference: there is nothing to place."
+    )
     parser.add_argument("before", metavar="A", help="a plan.json, or a rule file")
     parser.add_argument("after", metavar="B", help="a plan.json, or a rule file")
     add_model(parser)

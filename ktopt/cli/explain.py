@@ -10,21 +10,27 @@ from ktopt.diagnostics import UsageError
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "code", nargs="?", metavar="CODE", help="such as KT302; none lists them all. Or hardware: what --hardware can be"
+        "codes",
+        nargs="*",
+        metavar="CODE",
+        help="such as KT302, or KT3 for the list of its class; none lists them all. Or hardware: what --hardware can be",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.code is None:
-        for code in CODES.values():
-            print(f"{code.code}  {code.severity:<8} {code.title}")
-        return 0
-    if args.code.lower() == "hardware":
+    print("\n".join(_text(asked) for asked in args.codes or ["KT"]), end="")
+    return 0
+
+
+def _text(asked: str) -> str:
+    """A code's page, the list of the codes that begin so, or what a hardware file holds."""
+    if asked.lower() == "hardware":
         from ktopt.hardware import FILE_FORMAT
 
-        print(FILE_FORMAT, end="")
-        return 0
-    if args.code.upper() not in CODES:
-        raise UsageError(f"no code {args.code!r}; `ktopt explain` lists them")
-    print(page(args.code), end="")
-    return 0
+        return FILE_FORMAT
+    if asked.upper() in CODES:
+        return page(asked)
+    listed = [code for code in CODES.values() if code.code.startswith(asked.upper())]
+    if not listed:
+        raise UsageError(f"no code {asked!r}; `ktopt explain` lists them")
+    return "".join(f"{code.code}  {code.severity:<8} {code.title}\n" for code in listed)

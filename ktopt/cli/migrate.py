@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ktopt.authoring.migrating import Migration, migrate
-from ktopt.authoring.modeline import modeline
+from ktopt.authoring.modeline import SCHEMA_FILE, modeline
 from ktopt.cli.findings import print_report
 from ktopt.cli.options import write_text
 from ktopt.diagnostics import CompileError
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a model to prove it on, repeatable (default: the shipped models that the file fits best)",
     )
     parser.add_argument("--output", "-o", metavar="NEW", default="-", help="write the native file here (default: standard output)")
-    parser.add_argument("--schema", metavar="URL", default="", help="what its modeline names (default: the schema that ships)")
+    parser.add_argument("--schema", metavar="URL", default="", help=f"what its modeline names (default: a {SCHEMA_FILE} above)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     source = read_source(args.old)
     graphs = [load_tree(model) for model in dict.fromkeys(args.model)]
-    line = modeline(args.output, args.schema) if args.output != "-" or args.schema else ""
+    line = modeline(args.output, args.schema)
     try:
         made = migrate(source, graphs, path=args.output, modeline=line)
     except CompileError as error:

@@ -32,6 +32,12 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
                 text.encode()
             except UnicodeEncodeError:
                 raise UsageError(f"{name} isn't UTF-8 text: {text!a:.80}") from None
+    if not getattr(args, "asks_for_weights_itself", False):
+        weights_exist(args)
+
+
+def weights_exist(args: argparse.Namespace) -> None:
+    """UsageError for --weights that aren't there."""
     weights = getattr(args, "weights", None)
     if weights is not None and not os.path.exists(weights):
         raise UsageError(f"--weights {weights}: no such file or folder")

@@ -216,7 +216,8 @@ def spilled(holder: Mapping, known: Collection[str]) -> list[tuple[Scalar, Node]
     """The options of an operator that follow an empty `kwargs:` in the mapping which holds it, for lack of indentation."""
     entries = list(holder.entries)
     at = next((i for i, (key, _) in enumerate(entries) if key.value == "kwargs"), None)
-    if at is None or not isinstance(entries[at][1], Scalar) or entries[at][1].value is not None:
+    value = None if at is None else entries[at][1]
+    if at is None or not isinstance(value, Scalar) or value.value is not None:
         return []
     foreign = {*known, *keys.NATIVE_RULE, *keys.MATCH}
     return list(takewhile(lambda entry: entry[0].value not in foreign, entries[at + 1 :]))
