@@ -47,7 +47,9 @@ class SourceFile:
 
     @cached_property
     def lines(self) -> list[str]:
-        return self.text.splitlines()
+        """The lines as YAML breaks them, without their breaks; none after a break at the end."""
+        found = _BREAK.split(self.text)
+        return found if found[-1] else found[:-1]
 
     @cached_property
     def line_starts(self) -> list[int]:

@@ -33,11 +33,10 @@ def explain(error: yaml.YAMLError, source: SourceFile) -> tuple[Span, str, str |
 
 
 def _explain_character(error: Any, source: SourceFile) -> tuple[Span, str, str | None]:
-    before = source.text[: error.position]
-    line = before.count("\n") + 1
-    column = error.position - (before.rfind("\n") + 1) + 1
     code = error.character if isinstance(error.character, int) else ord(str(error.character)[:1] or "\0")
-    return Span.at(line, column), f"YAML: the character U+{code:04X} can't stand in a YAML file", "delete it"
+    found = source.text.find(chr(code))  # PyYAML counts its position in bytes or in characters, by the scanner
+    place = source.position(max(found, 0))
+    return Span.at(place.line, place.column), f"YAML: the character U+{code:04X} can't stand in a YAML file", "delete it"
 
 
 def _explain_marked(
