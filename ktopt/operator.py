@@ -114,6 +114,7 @@ class OperatorSpec:
 
     name             as KTransformers named it
     aliases          other names: upstream's dotted paths, older names
+    families         transformers' model_types that it was written for, where another operator of its roles is for others
     roles            roles of the modules that it fits (graph.role_of); empty means any
     config           its kwargs
     implementation   "package.module:Class" with build() (see ktopt.apply), or "" where the module stays as it is and is only placed
@@ -141,6 +142,7 @@ class OperatorSpec:
     reason: str = ""
     upstream_device: str = ""
     lost: str = ""
+    families: tuple[str, ...] = ()
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
     says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))

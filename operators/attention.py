@@ -89,6 +89,7 @@ operator(
     forward_changed=True,
     reason=REASON,
     refuses=needs_latent,
+    families=("deepseek_v2", "deepseek_v3"),
 )(LatentAttentionConfig)
 
 for _name, _upstream in {
@@ -108,14 +109,14 @@ for _name, _upstream in {
 
 PAGED = "grouped-query attention over the batching server's paged cache, by FlashInfer"
 
-for _name, _upstream in {
-    "KQwen2MoeAttention": PAGED,
-    "KQwen3MoeAttention": PAGED + "; query and key normed a head",
-    "KGlm4MoeAttention": PAGED,
-    "KQwen3NextAttention": PAGED + "; gated output",
-    "KSmallthinkerAttention": PAGED,
-    "KQwen3NextGatedDeltaNet": "the gated delta rule with states of many requests kept by the batching server",
-}.items():
+for _name, _family, _upstream in (
+    ("KQwen2MoeAttention", "qwen2_moe", PAGED),
+    ("KQwen3MoeAttention", "qwen3_moe", PAGED + "; query and key normed a head"),
+    ("KGlm4MoeAttention", "glm4_moe", PAGED),
+    ("KQwen3NextAttention", "qwen3_next", PAGED + "; gated output"),
+    ("KSmallthinkerAttention", "smallthinker", PAGED),
+    ("KQwen3NextGatedDeltaNet", "qwen3_next", "the gated delta rule with states of many requests kept by the batching server"),
+):
     operator(
         _name,
         aliases=upstream_names("balance_serve_attention", _name, *(("attention",) if _name == "KQwen3MoeAttention" else ())),
@@ -124,6 +125,7 @@ for _name, _upstream in {
         upstream=_upstream,
         forward_changed=True,
         reason=REASON,
+        families=(_family,),
     )(ChunkedAttentionConfig)
 
 operator(
@@ -134,4 +136,5 @@ operator(
     upstream="grouped-query attention; with long context set up, over a cache on the CPU that chose the blocks to attend to",
     forward_changed=True,
     reason=REASON,
+    families=("llama",),
 )(AttentionConfig)

@@ -50,11 +50,13 @@ class ModelConfig(OperatorConfig):
 
 LOOP = "a loop over the layers that moved hidden states by transfer_map, and could load one layer at a time to prefill long prompts"
 
-for _name, _upstream in (
-    ("KDeepseekV2Model", LOOP),
-    ("KQwen2MoeModel", LOOP),
-    ("KQwen3MoeModel", LOOP),
-    ("KLlamaModel", LOOP + "; read the long-context settings from its own file and ran prompts in chunks"),
+DEEPSEEK, QWEN = ("deepseek_v2", "deepseek_v3"), ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe", "smallthinker", "mixtral")
+
+for _name, _families, _upstream in (
+    ("KDeepseekV2Model", DEEPSEEK, LOOP),
+    ("KQwen2MoeModel", QWEN, LOOP),
+    ("KQwen3MoeModel", QWEN, LOOP),
+    ("KLlamaModel", ("llama",), LOOP + "; read the long-context settings from its own file and ran prompts in chunks"),
 ):
     operator(
         _name,
@@ -64,4 +66,5 @@ for _name, _upstream in (
         upstream=_upstream,
         forward_changed=True,
         reason=REASON,
+        families=_families,
     )(ModelConfig)

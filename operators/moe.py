@@ -34,6 +34,18 @@ BLOCKS = {
     "KSmallthinkerMoeBlock": SERVE,
 }
 
+FAMILIES = {
+    "KDeepseekV2": ("deepseek_v2", "deepseek_v3"),
+    "KDeepseekV3": ("deepseek_v3", "deepseek_v2"),
+    "KQwen2Moe": ("qwen2_moe",),
+    "KQwen3Moe": ("qwen3_moe",),
+    "KQwen3Next": ("qwen3_next",),
+    "KMistral": ("mixtral",),
+    "KGlm4": ("glm4_moe",),
+    "KSmallthinker": ("smallthinker",),
+}
+"""The model types that they were written for, by how their names begin."""
+
 for _name, _upstream in BLOCKS.items():
     operator(
         _name,
@@ -43,4 +55,5 @@ for _name, _upstream in BLOCKS.items():
         upstream=_upstream,
         forward_changed=True,
         reason=REASON,
+        families=next(families for begin, families in FAMILIES.items() if _name.startswith(begin)),
     )(MoeConfig)

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from builders import EMBEDDING, LINEAR, LIST, OLD_V3, V3, Row, deepseek_like, make_graph, origin, rule, rule_set, spec, weight
 
+from ktopt.compiler import run_stages
 from ktopt.diagnostics import Report
 from ktopt.match import match
 from ktopt.placement import Device, Hardware
 from ktopt.ruleset import Place
 from ktopt.selection import check_selection
 from ktopt.selector import parse_selector
+from ktopt.source import SourceFile
 
 CASES = Path(__file__).parent.parent.parent / "shared" / "cases"
 NORM = ("pkg.RMSNorm", "torch.nn.modules.module.Module")
@@ -299,3 +301,42 @@ def test_a_real_file_is_blamed_only_for_its_dead_rules(name):
 @pytest.mark.parametrize("name", BAD)
 def test_a_wrong_file_is_blamed_at_the_line_that_is_wrong(name):
     assert errors_of(CASES / "bad_rules" / name, "deepseek-v3") == BAD[name]
+
+
+def coded(code, report):
+    return [d for d in report if d.code == code]
+
+
+@needs_cases
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("DeepSeek-V3-Chat", "KDeepseekV2Attention", "KQwen3MoeAttention"),
+        ("DeepSeek-V3-Chat", "KDeepseekV2Model", "KLlamaModel"),
+        ("DeepSeek-V3-Chat", "KDeepseekV2Model", "KQwen2MoeModel"),
+        ("DeepSeek-V3-Chat", "KDeepseekV3MoE", "KQwen3MoeSparseMoeBlock"),
+    ],
+)
+def test_an_operator_of_another_family_is_a_warning_that_names_the_right_one(name, right, wrong):
+    text = (CASES / f"upstream_rules/{name}.yaml").read_text().replace(f".{right}", f".{wrong}").replace("absorb_for_prefill", "# ")
+    report = run_stages(SourceFile("r.yaml", text), "deepseek-v3", plan=False).report
+    (one,) = coded("KT407", report)
+    assert (str(one.severity), f"write {right}" in one.help) == ("warning", True)
+
+
+@needs_cases
+def test_attention_of_another_family_is_not_said_to_absorb():
+    text = (CASES / "bad_rules/15-kv-b-proj-quantized.yaml").read_text()
+    assert coded("KT601", run_stages(SourceFile("r.yaml", text), "deepseek-v3", plan=False).report)
+    text = text.replace("KDeepseekV2Attention", "KQwen3MoeAttention").replace("absorb_for_prefill", "# ")
+    assert not coded("KT601", run_stages(SourceFile("r.yaml", text), "deepseek-v3", plan=False).report)
+
+
+@pytest.mark.parametrize(
+    ("said", "good"),
+    [("LlamaForCausalLM", True), ("llama", True), ("LLamaForCausalLM", False), ("LamaForCausalLM", False)],
+)
+def test_architectures_are_spelt_as_the_model_spells_them(said, good):
+    text = f"version: 1\narchitectures: [{said}]\nplace: {{cpu: '@**'}}\nrules: []\n"
+    wrong = coded("KT311", run_stages(SourceFile("r.yaml", text), "smollm2-135m").report)
+    assert [d.help for d in wrong] == [] if good else ["did you mean LlamaForCausalLM?"]

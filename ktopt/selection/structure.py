@@ -17,6 +17,7 @@ from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.placement import device_kind
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import in_words, inner_name
+from ktopt.selection.written_for import check_families, is_for
 from ktopt.source import Origin
 from ktopt.treeindex import members
 
@@ -28,6 +29,7 @@ def check_structure(matches: Matches, report: Report) -> None:
         if matches.active[rule.index] is not False:
             _check_fit(rule, matches, report)
             _check_transfer_map(rule, matches, layers, report)
+    check_families(matches, report)
     _check_aliases(matches, report)
     _check_layers_whole(matches, layers, report)
     _check_left_behind(matches, layers, report)
@@ -248,7 +250,8 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
         if decision.rule is None or module.name != "kv_b_proj":
             continue
         attention = _rule_of(matches, matches.decisions[module.parent])
-        if attention is not None and "attention" in attention.replace.operator.roles:
+        operator = attention.replace.operator if attention is not None else None
+        if attention is not None and operator and "attention" in operator.roles and is_for(operator, matches.graph):
             taken.setdefault((decision.rule, attention.index), []).append(module.index)
     for (index, attention_index), indices in taken.items():
         rule, attention = matches.ruleset.rules[index], matches.ruleset.rules[attention_index]
