@@ -304,3 +304,16 @@ class TestCommand:
         assert main(["migrate", str(old), "--model", "smollm2-135m", "-o", str(new)]) == 1
         assert "KT402" in capsys.readouterr().err
         assert not new.exists()
+
+
+def test_rules_that_stood_in_comments_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    commented = "# kept\n# - match:\n#     name: '^x'\n#   replace:\n#     class: default\n# kept, too\n"
+    old.write_text(commented + TestCommand.OLD, encoding="utf-8")
+    assert main(["migrate", str(old), "--model", "smollm2-135m", "-o", str(new)]) == 0
+    assert "left out 1 rule that stood in comments" in capsys.readouterr().err
+    text = new.read_text(encoding="utf-8")
+    assert "# kept\n" in text
+    assert "# kept, too\n" in text
+    assert "# - match" not in text
+    assert "# class" not in text.replace("#     class", "# class")

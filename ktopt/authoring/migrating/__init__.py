@@ -18,7 +18,7 @@ from pathlib import PurePath
 from ktopt.authoring.migrating.drafts import Draft, Old, group, read_old
 from ktopt.authoring.migrating.places import by_device, exceptions, homes, needs, place_map
 from ktopt.authoring.migrating.proof import Difference, compared, difference
-from ktopt.authoring.migrating.remarks import Remarks, read_remarks
+from ktopt.authoring.migrating.remarks import Remarks, read_remarks, without_old_rules
 from ktopt.authoring.migrating.trees import Tree, likely_models
 from ktopt.authoring.migrating.writing import name_drafts, native_text
 from ktopt.compiler import Compilation, run_stages
@@ -112,7 +112,11 @@ class _Migrator:
         self.trees = [Tree(graph) for graph in graphs]
         self.matches = [matches for matches, _ in compiled]
         self.plans = [plan for _, plan in compiled]
-        remarks, self.tail = read_remarks(source)
+        remarks, tail = read_remarks(source)
+        self.tail, self.commented_out = without_old_rules(tail)
+        for remark in remarks:
+            remark.above, count = without_old_rules(remark.above)
+            self.commented_out += count
         self.olds = read_old(ruleset, remarks, self.trees, self.matches)
         self.default = ruleset.default_device
         self.wanted = needs(self.olds, self.trees, self.matches, self.default)
@@ -246,6 +250,9 @@ class _Migrator:
 
     def migration(self, text: str, drafts: Sequence[Draft], state: _State) -> Migration:
         notes = [f"left out {self.dead_note(old)}" for old in self.dead]
+        if self.commented_out:
+            rules = "rule" if self.commented_out == 1 else "rules"
+            notes.append(f"left out {self.commented_out} {rules} that stood in comments")
         literal = [draft.first.rule.origin.span.start.line for draft in drafts if draft.choice is None]
         regex = [draft.first.rule.origin.span.start.line for draft in drafts if draft.choice and not draft.choice.plain]
         if literal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ktopt.authoring.commented import Collection, Leaf, Member, read_commented
@@ -52,6 +52,25 @@ def read_remarks(source: SourceFile) -> tuple[list[Remarks], list[str]]:
     if not isinstance(root, Collection):
         return [], document.loose
     return [_of_rule(member) for member in root.members], [*root.below, *document.loose]
+
+
+_OLD_RULE = re.compile(r"#+\s*-\s*(match|replace)\s*:")
+_OF_RULE = re.compile(
+    r"#+\s*-?\s*(match|replace|recursive|kwargs|name|class|\w+_(device|op|map|threshold|prefill)|backend|transfer_map|\d+)\s*:"
+)
+
+
+def without_old_rules(lines: Sequence[str]) -> tuple[list[str], int]:
+    """Comments without the rules that were commented out, which say nothing of this file; and how many those were."""
+    kept: list[str] = []
+    count, inside = 0, False
+    for line in lines:
+        begins = bool(_OLD_RULE.match(line))
+        inside = begins or (inside and bool(_OF_RULE.match(line)))
+        count += begins
+        if not inside:
+            kept.append(line)
+    return kept, count
 
 
 def _of_rule(rule: Member) -> Remarks:
