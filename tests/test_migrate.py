@@ -317,3 +317,19 @@ def test_rules_that_stood_in_comments_are_left_out_and_counted(tmp_path: Path, c
     assert "# kept, too\n" in text
     assert "# - match" not in text
     assert "# class" not in text.replace("#     class", "# class")
+
+
+def test_rules_that_must_stand_after_others_are_still_merged_with_each_other() -> None:
+    halves = (("[0-9]|1[0-4]", "cuda:0"), ("1[5-9]|2[0-9]", "cuda:1"), ("3[0-9]|4[0-4]", "cuda:2"), ("4[5-9]|5[0-9]|60", "cuda:3"))
+    rules = []
+    for wanted in ("self_attn$", "mlp\\.experts$", ""):
+        for layers, device in halves:
+            name = f"^model\\.layers\\.({layers})\\.{wanted}"
+            operator = {"self_attn$": "KDeepseekV2Attention", "": "default"}.get(wanted, "KTransformersExperts")
+            kwargs = f"generate_device: '{'cpu' if operator == 'KTransformersExperts' else device}', prefill_device: '{device}'"
+            closes = "\n  recursive: false" * (operator == "KTransformersExperts")
+            rules.append(f"- match: {{name: '{name}'}}\n  replace: {{class: {operator}, kwargs: {{{kwargs}}}}}{closes}\n")
+    made = migrate(SourceFile("old.yaml", "".join(rules)), [load_tree("deepseek-v3")])
+    assert made.rules[0] == 12
+    assert made.rules[1] <= 3
+    assert not any("not merged" in note for note in made.notes)

@@ -91,6 +91,7 @@ class _State:
     apart: set[int] = field(default_factory=set)
     literal: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
+    together: bool = False
     left: set[tuple[str, str]] = field(default_factory=set)
 
     @property
@@ -131,21 +132,31 @@ class _Migrator:
             text = self.text(drafts, state)
             differences = self.prove(text)
             if not differences:
-                return self.migration(text, drafts, state)
+                return self.migration(*self.joined(text, drafts, state), state)
             before = state.size
             self.take_back(state, drafts, differences)
             if state.size == before:
                 raise KtoptError(self.refusal(differences))
+
+    def joined(self, text: str, drafts: list[Draft], state: _State) -> tuple[str, list[Draft]]:
+        """A proved text with the rules that had to stand apart from others made one with each other, where that is proved too."""
+        merged = self.drafts(state, together=True)
+        if len(merged) < len(drafts):
+            shorter = self.text(merged, state)
+            if not self.prove(shorter):
+                state.together = True
+                return shorter, merged
+        return text, drafts
 
     def _stands_before_others(self, old: Old) -> bool:
         """Whether a placing rule keeps modules from a later rule that does more."""
         later = [o for o in self.olds[old.index + 1 :] if not o.only_places]
         return any(wins & takes for o in later for wins, takes in zip(old.wins, o.takes, strict=True))
 
-    def drafts(self, state: _State) -> list[Draft]:
+    def drafts(self, state: _State, *, together: bool = False) -> list[Draft]:
         stays = state.kept | state.literal
         olds = [old for old in self.olds if any(old.wins) and (not old.only_places or old.index in stays)]
-        drafts = group(olds, self.homes, self.default, state.apart | state.kept, state.literal)
+        drafts = group(olds, self.homes, self.default, state.apart | state.kept, state.literal, together=together)
         for draft in drafts:
             draft.remarks = Remarks()
             for old in draft.olds:
@@ -259,7 +270,7 @@ class _Migrator:
             notes.append(f"kept name and class as they were, for want of a selector proved equal: line {in_words(literal)}")
         if regex:
             notes.append(f"kept the regex, as `path ~ /.../`: line {in_words(regex)}")
-        if state.apart - state.literal:
+        if state.apart - state.literal and not state.together:
             lines = [self.olds[i].rule.origin.span.start.line for i in sorted(state.apart - state.literal)]
             notes.append(f"not merged with others like it, since their order matters: line {in_words(lines)}")
         counts = tuple(len(compared(graph, plan)) for graph, plan in zip(self.graphs, self.plans, strict=True))

@@ -133,12 +133,19 @@ def _winners(matches: Matches, olds: Sequence[Old], number: int) -> dict[int, in
 
 
 def group(
-    olds: Iterable[Old], homes: Sequence[Mapping[int, str]], default: str, apart: Collection[int], literal: Collection[int]
+    olds: Iterable[Old],
+    homes: Sequence[Mapping[int, str]],
+    default: str,
+    apart: Collection[int],
+    literal: Collection[int],
+    *,
+    together: bool = False,
 ) -> list[Draft]:
     """Rules that say the same of different modules as one, at the place of the first.
 
     homes    where each place of each model is by the file's `place:`
     apart    rules that stay on their own; those of `literal` keep their name, class and devices too
+    together   whether those that are apart may become one with each other
     """
     groups: dict[Any, Draft] = {}
     drafts: list[Draft] = []
@@ -150,8 +157,10 @@ def group(
         kwargs = old.kwargs(places, default)
         replace, choice = old.rule.replace, old.choice
         key: Any = (replace.operator.name, repr(sorted(kwargs.items())), old.rule.recursive, choice and choice.cls)
-        if choice is None or not choice.parts or old.index in apart:
+        if choice is None or not choice.parts or (old.index in apart and not together):
             key = old.index
+        elif old.index in apart:
+            key = ("apart", key)
         if key not in groups:
             groups[key] = Draft([], kwargs)
             drafts.append(groups[key])
