@@ -117,10 +117,12 @@ def _check_dead_alternatives(rule: Rule, name: str, graph: ModuleGraph, report: 
         for part in written if len(written) > 1 else ():
             try:
                 pattern = compile_pattern(f"^(?:{part})$")
-                numbers = {n for n in range(1000) if pattern.search(str(n))}
+                if any(pattern.search(str(n)) for n in range(graph.layer_count)):
+                    continue
+                numbers = {n for n in range(graph.layer_count, 1000) if pattern.search(str(n))}
             except (PatternError, PatternTimeout):
                 continue
-            if numbers and min(numbers) >= graph.layer_count:
+            if numbers:
                 last = graph.layer_count - 1
                 model = graph.name or "this model"
                 message = f"rule {rule.number}: `{part}` is layers {in_words(numbers)}, and {model} has layers 0-{last}"
