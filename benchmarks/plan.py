@@ -84,6 +84,7 @@ def measure(what: str, text: str, graph: ModuleGraph, runs: int, target: float |
     first: list[float] = []
     later: list[float] = []
     for turn in range(runs + 1):
+        compilation = None  # the last one is freed outside the measured time
         fresh = dataclasses.replace(graph)
         re.purge()
         with stopwatch(later if turn else first):

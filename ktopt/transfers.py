@@ -114,15 +114,15 @@ def _inside(graph: ModuleGraph, steps: Sequence[Step], homes: Sequence[str], blo
         if steps[module.index].inside:
             index = module.end
             continue
-        if module.index not in on_spine and _runs(module, steps):
-            parent = graph.modules[module.parent]
-            outer, inner = homes[parent.index], homes[module.index]
-            answer = _answers_on(steps[module.index], inner)
-            if outer != inner:
-                found.append(Transfer(module.path, "input", outer, inner, parent.path))
-            if outer != answer:
-                found.append(Transfer(module.path, "output", answer, outer, module.path))
         index += 1
+        outer, inner = homes[module.parent], homes[module.index]
+        answer = _answers_on(steps[module.index], inner)
+        if outer == inner == answer or module.index in on_spine or not _runs(module, steps):
+            continue
+        if outer != inner:
+            found.append(Transfer(module.path, "input", outer, inner, graph.modules[module.parent].path))
+        if outer != answer:
+            found.append(Transfer(module.path, "output", answer, outer, module.path))
     return found
 
 

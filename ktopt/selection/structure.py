@@ -60,7 +60,8 @@ def _check_fit(rule: Rule, matches: Matches, report: Report) -> None:
     refused: dict[str, list[int]] = {}
     for index in members(matches.won(rule.index)):
         module = matches.graph.modules[index]
-        key = (id(module.cls), module.alias_classes, id(module.tensors), module.path.endswith("experts"))
+        cls = module.cls
+        key = (id(cls), id(module.alias_classes), id(module.tensors), cls.role == "container" and module.role)
         if key not in asked:
             asked[key] = _refusal(module, operator.fits(module), operator.roles, operator.refuses(module, config))
         if (reason := asked[key]) is not None:
@@ -198,8 +199,10 @@ def _check_left_behind(matches: Matches, by_layer: dict[int, list[Module]], repo
     for modules in by_layer.values():
         placed = [m for m in modules if matches.decisions[m.index].rule is not None and m.role != "experts"]
         devices = {matches.device(m.index): matches.decisions[m.index].rule or 0 for m in reversed(placed)}
+        if not devices or default in devices:
+            continue
         behind = [m for m in modules if matches.decisions[m.index] == untouched and any(not tensor.buffer for tensor in m.tensors)]
-        if not behind or not devices or default in devices:
+        if not behind:
             continue
         elsewhere = min(devices, key=lambda d: (device_kind(d) == "cpu", devices[d]))
         left.setdefault((devices[elsewhere], elsewhere), []).extend(m.index for m in behind)
@@ -247,7 +250,7 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
     """KT601: absorbed attention folds kv_b_proj's plain weight into its neighbours."""
     taken: dict[tuple[int, int], list[int]] = {}
     for module, decision in matches.open:
-        if decision.rule is None or module.name != "kv_b_proj":
+        if decision.rule is None or not module.path.endswith(".kv_b_proj"):
             continue
         attention = _rule_of(matches, matches.decisions[module.parent])
         operator = attention.replace.operator if attention is not None else None
@@ -291,8 +294,10 @@ def _check_experts(matches: Matches, report: Report) -> None:
     """KT602: experts were replaced under a block that still calls them one by one; transformers' fused ones are called as ours."""
     taken: dict[int, list[int]] = {}
     for module, decision in matches.open:
-        rule = _rule_of(matches, decision)
-        if rule is None or module.role != "experts" or "experts" not in rule.replace.operator.roles or module.parent < 0:
+        if decision.rule is None or module.role != "experts" or module.parent < 0:
+            continue
+        rule = matches.ruleset.rules[decision.rule]
+        if "experts" not in rule.replace.operator.roles:
             continue
         block = _rule_of(matches, matches.decisions[module.parent])
         replaced = block is not None and block.replace.operator.name != "default"
