@@ -248,3 +248,17 @@ def test_a_device_that_is_too_small_is_reported_where_the_file_puts_most_on_it(t
     path.write_text(f"{NATIVE}place:\n  'cuda:0': 'layer in 0..'\nrules: []\n")
     (d,) = [d for d in ktopt.check(path, "llama-3.1-70b", hardware="1x24GB") if d.code == "KT504"]
     assert d.span.start.line == 3
+
+
+@pytest.mark.parametrize(
+    ("selector", "meant"),
+    [
+        ("@layers.*.**", "write @model.layers.*.**"),
+        ("@model.layers.* & class=Linear", "write @model.layers.**"),
+        ("@layers.* & class=Linear", "write @model.layers.**"),
+    ],
+)
+def test_a_glob_that_slipped_is_told_what_to_write(tmp_path, selector, meant):
+    (d,) = check(tmp_path, f'{NATIVE}rules:\n  - match: "{selector}"\n    replace: KTransformersLinear\n')
+    assert (d.code, d.span.start.line) == ("KT301", 3)
+    assert meant in d.help

@@ -14,6 +14,7 @@ from ktopt.pattern.check import literal_backslash
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.ruleset import NameClass, Rule
 from ktopt.selection.families import in_words
+from ktopt.selection.globs import glob_slip
 from ktopt.selection.nearest import near_class, near_segment, near_words, part_of_name, segments
 from ktopt.selector import Selector
 from ktopt.selector.expression import Equal
@@ -47,7 +48,8 @@ def explain_nothing(rule: Rule, matches: Matches) -> Finding:
             return Finding("KT304", f"rule {rule.number}: {error}", rule.match.name_origin or rule.match_origin)
     selector = rule.match
     message = f"rule {rule.number} matches nothing: no module is in `{selector.text}`"
-    return Finding("KT301", message, rule.match_origin, near_names(selector, matches.graph))
+    help = near_names(selector, matches.graph) or glob_slip(selector, matches.graph)
+    return Finding("KT301", message, rule.match_origin, help)
 
 
 def near_names(selector: Selector, graph: ModuleGraph) -> str | None:
