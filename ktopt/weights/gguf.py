@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktopt.weights.ggml_types import BY_NUMBER
+from ktopt.weights.pages import map_file
 from ktopt.weights.source import WeightError
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class GGUFPart:
 
     def __init__(self, path: Path, part: int = 0) -> None:
         self.path, self.part = path, part
-        self.data = _map(path)
+        self.data = map_file(path, 24, "GGUF")
         try:
             self._read()
         except BaseException:
@@ -368,17 +369,6 @@ def _check_split(part: GGUFPart, count: int) -> None:
     found = (part.metadata.get("split.no"), part.metadata.get("split.count"))
     if found != (part.part, count):
         raise WeightError(f"{part.path} should be file {part.part} of {count}, but says that it is {found[0]} of {found[1]}")
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 24:
-                raise WeightError(f"{path} has {size} bytes, too few for a GGUF file")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise WeightError(f"{path} can't be read: {error.strerror or error}") from None
 
 
 def _version(header: _Header) -> int:

@@ -1,10 +1,25 @@
-"""Pages of a mapped file leave the process's memory once a tensor has been read; the system still caches them."""
+"""Weight files are mapped, and a tensor's pages leave the process's memory once it has been read; the system still caches them."""
 
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
+
+from ktopt.weights.source import WeightError
 
 PAGE = mmap.PAGESIZE
+
+
+def map_file(path: Path, least_bytes: int, what: str) -> mmap.mmap:
+    """The whole file, mapped for reading. WeightError where it can't be read, or is too small to be `what`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < least_bytes:
+                raise WeightError(f"{path} has {size} bytes, too few for a {what} file")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise WeightError(f"{path} can't be read: {error.strerror or error}") from None
 
 
 def drop_pages(data: mmap.mmap, start: int, nbytes: int) -> None:

@@ -8,7 +8,6 @@ checkpoint_names.py's part. Standard library only.
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from ktopt.weights.pages import map_file
 from ktopt.weights.source import WeightError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data = _map(path)
+        self.data = map_file(path, 10, "safetensors")
         try:
             self.tensors = self._read()
         except BaseException:
@@ -171,14 +171,3 @@ def _json(text: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WeightError(f"{what} is no JSON object")
     return value
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < 10:
-                raise WeightError(f"{path} has {size} bytes, too few for a safetensors file")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise WeightError(f"{path} can't be read: {error.strerror or error}") from None
