@@ -15,7 +15,7 @@ from ktopt import registry
 from ktopt.codes import CODES
 from ktopt.lsp import meanings
 from ktopt.lsp.complete_paths import Graphs, Next, class_counts, in_regex, in_selector, times
-from ktopt.lsp.cursor import Cursor, comment_column, cursor_at, read_line, unquoted
+from ktopt.lsp.cursor import Cursor, comment_column, cursor_at, let_lines, read_line, unquoted
 from ktopt.lsp.operator_text import is_device, op_page, operator_page, option_field, option_page, option_type, option_values, specs
 from ktopt.lsp.place import names_operator, names_selector, operator_of
 from ktopt.lsp.text import Text
@@ -266,17 +266,10 @@ class _Completion:
 def written_lets(text: Text, before: int | None = None) -> dict[str, str]:
     """The entries of a file's `let:`, as far as they stand above the line `before` (from 0) where it is in there."""
     found: dict[str, str] = {}
-    inside = False
-    for number in range(text.line_count):
-        read = read_line(text.line(number))
-        if read.blank:
-            continue
-        if read.column == 0 or read.dashes:
-            inside = read.key == "let"
-        elif inside and read.key is not None:
-            if number == before:
-                return found
-            found[unquoted(read.key)] = unquoted(read.rest)
+    for number, read in let_lines(text):
+        if number == before:
+            return found
+        found[unquoted(read.key or "")] = unquoted(read.rest)
     return found
 
 

@@ -90,6 +90,19 @@ def read_line(text: str) -> Line:
     return Line(dashes, found["key"], len(lead), found["rest"], found.start("rest"))
 
 
+def let_lines(text: Text) -> Iterator[tuple[int, Line]]:
+    """The entries of a file's `let:`, as far as they can be told from the text: each one's line number, from 0, and the line."""
+    inside = False
+    for number in range(text.line_count):
+        read = read_line(text.line(number))
+        if read.blank:
+            continue
+        if read.column == 0 or read.dashes:
+            inside = read.key == "let"
+        elif inside and read.key is not None:
+            yield number, read
+
+
 def comment_column(line: str) -> int | None:
     """The column of the # that begins a line's comment."""
     quote = ""

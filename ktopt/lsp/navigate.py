@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from ktopt.lsp.analysis import Analysis
-from ktopt.lsp.cursor import cursor_at, read_line, unquoted
+from ktopt.lsp.cursor import cursor_at, let_lines, read_line, unquoted
 from ktopt.lsp.place import about_match, names_selector
 from ktopt.lsp.rules import Known, label, lets_of, share
 from ktopt.lsp.text import Text
@@ -51,14 +51,8 @@ def _let(name: str, now: Analysis) -> list[Origin]:
     if found is not None:
         return [found[1]]
     text = now.shown.text
-    inside = False
-    for number in range(text.line_count):
-        read = read_line(text.line(number))
-        if read.blank:
-            continue
-        if read.column == 0 or read.dashes:
-            inside = read.key == "let"
-        elif inside and unquoted(read.key or "") == name:
+    for number, read in let_lines(text):
+        if unquoted(read.key or "") == name:
             position = now.shown.source.position(text.line_starts[number] + read.column - now.shown.shift)
             return [Origin(now.path, Span(position, position))]
     return []
