@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ktopt.match import Matches
     from ktopt.placement import Hardware
     from ktopt.plan import Plan
+    from ktopt.planning import PlanOptions
     from ktopt.ruleset import RuleSet
 
 Rules = str | Path | SourceFile
@@ -74,11 +75,12 @@ def run_stages(
     read, UsageError for arguments that can't be meant (arguments.py says what each may be).
     """
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
-    options = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
-    if options:
+    given = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
+    options = None
+    if given:
         from ktopt.planning import PlanOptions
 
-        PlanOptions(**options)  # raises for what can't be meant, though there may come to be no plan
+        options = PlanOptions(**given)  # raises for what can't be meant, though there may come to be no plan
     report = Report()
     document = parse(rules if isinstance(rules, SourceFile) else read_source(rules), report)
     ruleset = validate(document, report)
@@ -94,7 +96,7 @@ def _on_model(
     ruleset: RuleSet | None,
     model: Model,
     weights: Weights | None,
-    given: Mapping[str, Any],
+    options: PlanOptions | None,
     report: Report,
     wants_plan: bool,
 ) -> Compilation:
@@ -105,7 +107,7 @@ def _on_model(
     from ktopt.selection import check_selection
     from ktopt.trees import load_tree
 
-    options = PlanOptions(**given)
+    options = options or PlanOptions()
     graph = model if isinstance(model, ModuleGraph) else load_tree(model)
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
