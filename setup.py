@@ -10,8 +10,22 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "kernels/cpu"
-SOURCES = ("linear", "pool", "dispatch", "isa_scalar")
-ALSO_READ = ("types.h", "formats.h", "generic.h", "linear.h", "pool.h", "isa_avx2.cpp", "isa_avx512.cpp")
+SOURCES = (
+    "module_layer",
+    "layer",
+    "bundle",
+    "attention_decode",
+    "router",
+    "linear",
+    "pool",
+    "dispatch",
+    "isa_scalar",
+)
+HEADERS = (
+    "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router", "layer",
+    "arguments",
+)  # fmt: skip
+ALSO_READ = (*(f"{name}.h" for name in HEADERS), "isa_avx2.cpp", "isa_avx512.cpp")
 COMMON = [
     "-std=c++17",
     "-O3",

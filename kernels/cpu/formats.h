@@ -39,6 +39,32 @@ inline float half_to_float(uint16_t h) {
 #endif
 }
 
+// To nearest, ties to even; too large is infinite.
+inline uint16_t float_to_half(float x) {
+#if defined(__F16C__)
+    return uint16_t(_cvtss_sh(x, 0));
+#elif defined(__aarch64__)
+    const __fp16 value = __fp16(x);
+    uint16_t h;
+    std::memcpy(&h, &value, 2);
+    return h;
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);
+    if (magnitude < 0x38800000) {  // subnormal: in steps of 2^-24, which adding 0.5 rounds to
+        float small;
+        std::memcpy(&small, &magnitude, 4);
+        small += 0.5f;
+        std::memcpy(&bits, &small, 4);
+        return uint16_t(sign | (bits - 0x3f000000));
+    }
+    return uint16_t(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1)) - 0x38000000) >> 13);
+#endif
+}
+
 inline float half_at(const uint8_t* p) {
     uint16_t h;
     std::memcpy(&h, p, 2);

@@ -1,7 +1,7 @@
 // AVX2, FMA and F16C: formats.h's unpacking as the compiler vectorises it, then products of bytes.
 #include <immintrin.h>
 
-#include "generic.h"
+#include "table.h"
 
 namespace ktopt {
 namespace {

@@ -1,7 +1,7 @@
 // AVX512 (F, BW, DQ, VL), and built a second time with VNNI. Blocks are unpacked in registers, 64 numbers at a time.
 #include <immintrin.h>
 
-#include "generic.h"
+#include "table.h"
 
 namespace ktopt {
 namespace {

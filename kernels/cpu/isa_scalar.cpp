@@ -1,5 +1,5 @@
 // Plain C++, for any CPU; compilers vectorise what they can for the one they build for (NEON on aarch64).
-#include "generic.h"
+#include "table.h"
 
 namespace ktopt {
 namespace {

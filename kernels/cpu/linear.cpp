@@ -13,7 +13,7 @@ namespace ktopt {
 namespace {
 
 constexpr int64_t LEAST_BYTES = 24 << 10;  // what a part reads at least: less takes about as long as handing it over
-constexpr int64_t LONG_BYTES = 2 << 20;  // from about 100 microseconds on it is worth waking threads
+
 constexpr int PARTS_A_THREAD = 4;
 constexpr int64_t ROWS_TOGETHER = 16;  // a cache line of results
 

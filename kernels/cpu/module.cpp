@@ -1,14 +1,8 @@
 // The Python module ktopt.kernels.cpu._cpu: numbers and addresses in, no tensors. kernels/cpu/__init__.py is its caller, and sees
 // to it that addresses are those of buffers large enough; sizes of weights are checked here once more.
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include "arguments.h"
 
-#include "linear.h"
-
-namespace {
-
-using ktopt::Matrix;
+namespace ktopt {
 
 // Arguments as whole numbers; false with an exception set where one isn't.
 bool numbers(const char* name, PyObject* const* given, Py_ssize_t count, Py_ssize_t wanted, long long* out) {
@@ -34,10 +28,11 @@ bool matrix(const long long* n, Matrix& out) {
     return true;
 }
 
-template <class T>
-T* address(long long n) {
-    return reinterpret_cast<T*>(uintptr_t(n));
-}
+}  // namespace ktopt
+
+namespace {
+
+using namespace ktopt;
 
 PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     long long n[11];
@@ -104,6 +99,9 @@ PyMethodDef methods[] = {
      "dequantize(kind, address, rows, columns, nbytes, out, bfloat16, threads)"},
     {"first_bad_row", fast(first_bad_row), METH_FASTCALL,
      "first_bad_row(kind, address, rows, columns, nbytes, threads)"},
+    {"layer", make_layer, METH_O, "layer(description), to be run by run_layer"},
+    {"run_layer", fast(run_layer), METH_FASTCALL,
+     "run_layer(layer, x, batch, tokens, cos, sin, one_rotation, kind, keys, values, capacity, past, starts, threads)"},
     {"isa", isa, METH_NOARGS, "the instruction set that runs"},
     {"set_isa", set_isa, METH_O, "run this one, None for the best; False where this CPU lacks it"},
     {nullptr, nullptr, 0, nullptr},

@@ -5,14 +5,17 @@
 
 namespace ktopt {
 
+constexpr int64_t LONG_BYTES = 2 << 20;  // a job that reads so much takes some 100 microseconds: worth waking threads for
+
 // Part `part` of a job.
 using Part = void (*)(void* job, int64_t part);
 
 // Run parts [0, parts) of a job on the calling thread and up to threads - 1 others, and return when all are done.
 //
 // Parts are taken one by one, so a thread that the system doesn't run takes none and nobody waits for it. Idle threads watch for
-// work for some microseconds and then sleep; they are woken for every `long_job`, and for short ones while that helps. Where another thread's job is running, this one runs on its caller alone. Threads are
-// started when first wanted and live as long as the process; a forked child starts its own.
+// work for some microseconds and then sleep; they are woken for every `long_job`, and for short ones while that helps. Where another
+// thread's job is running, this one runs on its caller alone. Threads are started when first wanted and live as long as the process;
+// a forked child starts its own.
 void run_parts(Part function, void* job, int64_t parts, int threads, bool long_job);
 
 }  // namespace ktopt

@@ -57,6 +57,18 @@ using RowsFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_t r
 // One row as float32, or rounded to bfloat16.
 using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, void* out, bool bfloat16);
 
+// What follows a gate's product in a gated MLP.
+enum Activation : int { SILU = 0, GELU_TANH = 1, RELU = 2 };
+
+// Consecutive tokens of one head's keys and values, each token's numbers one after the other, of kind F32, F16 or BF16. Dimensions
+// are multiples of 16.
+struct Stretch {
+    int kind;
+    const uint8_t *keys, *values;
+    int64_t tokens, key_dim, value_dim;
+    float scale;  // of the scores
+};
+
 // What one instruction set has.
 struct Kernels {
     const char* name;
@@ -64,6 +76,13 @@ struct Kernels {
     void (*widen)(const uint16_t* bfloat16, int64_t count, float* out);
     RowsFunction rows[KINDS];
     DequantizeFunction dequantize[KINDS];
+    // fused.h says what these compute.
+    void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+    void (*gated)(int activation, const float* gate, const float* up, int64_t n, float* out);
+    void (*rotate)(float* x, const float* cos, const float* sin, int64_t dim);
+    bool (*narrow)(int kind, const float* x, int64_t n, void* out);
+    void (*add)(const float* x, int64_t n, float* to);
+    void (*attend)(const Stretch& s, const float* q, int64_t heads, float* out);
 };
 
 extern const Kernels scalar_kernels;

@@ -1,0 +1,27 @@
+// What the files that make up the Python module share: numbers and matrices out of Python's arguments.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include "linear.h"
+
+namespace ktopt {
+
+// Arguments as whole numbers; false with an exception set where one isn't.
+bool numbers(const char* name, PyObject* const* given, Py_ssize_t count, Py_ssize_t wanted, long long* out);
+
+// A matrix from (kind, address, rows, columns, nbytes); false with an exception set where they don't fit together.
+bool matrix(const long long* n, Matrix& out);
+
+template <class T>
+T* address(long long n) {
+    return reinterpret_cast<T*>(uintptr_t(n));
+}
+
+// layer(description) and run_layer(...): see kernels/cpu/layer.py.
+PyObject* make_layer(PyObject*, PyObject* description);
+PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+
+}  // namespace ktopt
