@@ -56,6 +56,11 @@ COMMANDS = {
         "apply a rule file and answer a prompt",
         'ktopt run rules/smollm2/cpu.yaml --weights smollm2.gguf --prompt "What is a compiler?"',
     ),
+    "bench": Command(
+        "bench",
+        "apply a rule file and measure prefill, decode and memory",
+        "ktopt bench rules/smollm2/cpu.yaml --weights smollm2.gguf -p 512,4096 -n 64 -d 0,4096 -t 2",
+    ),
     "inspect": Command("inspect", "show a model's module tree", "ktopt inspect deepseek-v3"),
     "operators": Command("operators", "list the operators, or show one", "ktopt operators KTransformersLinear"),
     "graph": Command("graph", "draw a plan: modules, devices and transfers", f"ktopt graph {_SMALL} --format dot"),

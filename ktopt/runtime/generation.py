@@ -1,6 +1,7 @@
 """Text out of a model, piece by piece, with what it took: `ktopt run` prints it.
 
-transformers' own `generate` does the work, in a thread, and hands over tokens as they come; this makes text of them and keeps time.
+The work is done in a thread, by transformers' own `generate`, or by the shorter loop of decoding.py where only the likeliest token
+is asked for; both hand over tokens as they come, and this makes text of them and keeps time.
 """
 
 from __future__ import annotations
@@ -92,10 +93,29 @@ class TextStream:
 
     def _generate(self) -> None:
         try:
-            self._model.generate(**self._inputs, streamer=_Tokens(self._events), stopping_criteria=[self._stop], **self._options)
+            from ktopt.runtime.decoding import only_likeliest
+
+            if only_likeliest(self._model, self._options):
+                self._decode()
+            else:
+                self._model.generate(
+                    **self._inputs, streamer=_Tokens(self._events), stopping_criteria=[self._stop], **self._options
+                )
             self._events.put(None)
         except Exception as error:
             self._events.put(error)
+
+    def _decode(self) -> None:
+        from ktopt.runtime.decoding import Decoder
+
+        end = self._options.get("eos_token_id")
+        if end is None:
+            end = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
+        ends = end if isinstance(end, list) else [end]
+        for token in Decoder(self._model).tokens(self._inputs["input_ids"], self._options["max_new_tokens"]):
+            self._events.put((time.perf_counter(), [token]))
+            if token in ends or self._stopped.is_set():
+                return
 
     def _stop(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         import torch

@@ -25,6 +25,15 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
 
 
+def peak_own_bytes() -> int:
+    """The same since this program was started: on Linux, what getrusage tells a child includes its parent's memory at the fork."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return peak_resident_bytes()
+
+
 def peak_device_bytes() -> dict[str, int]:
     """The most that torch has allocated on each CUDA device that it used."""
     import torch

@@ -1,0 +1,95 @@
+"""Prefill and decode: a model's forward with its cache, and the likeliest token, one after another. `ktopt bench` times it, and
+generation runs it where nothing else is asked for.
+
+transformers' `generate` does more for every token (masks, processors, criteria), which a small model's few milliseconds feel.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+HARMLESS = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "max_new_tokens",
+            "transformers_version", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "use_cache"}  # fmt: skip
+"""Settings of a generation config that leave the likeliest token the likeliest."""
+
+
+class Decoder:
+    """A causal language model and how its forward is called, looked up once. Batches of one sequence."""
+
+    def __init__(self, model: Any) -> None:
+        names = inspect.signature(type(model).forward).parameters
+        self.model = model
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in names else {})
+
+    def new_cache(self) -> Any:
+        """An empty cache of the kind that the model's layers want."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    @torch.inference_mode()
+    def step(self, ids_1T: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Read tokens (1, T) after those in the cache, which grows by them; the likeliest next token, (1, 1), on the model's first
+        device. Logits are computed for the last position only."""
+        logits_1TV = self.model(input_ids=ids_1T, **{self._cache_name: cache}, **self._options).logits
+        likeliest: torch.Tensor = logits_1TV[:, -1:].argmax(-1)
+        return likeliest.to(self.device)
+
+    def tokens(self, ids_1T: torch.Tensor, most: int) -> Iterator[int]:
+        """The likeliest continuation of a prompt (1, T), token by token, at most so many; it knows no end."""
+        cache, next_11 = self.new_cache(), ids_1T.to(self.device)
+        for _ in range(most):
+            next_11 = self.step(next_11, cache)
+            yield int(next_11)
+
+
+class Prefix:
+    """A cache that holds `ids` (1, T), read once, for several continuations in turn."""
+
+    def __init__(self, decoder: Decoder, ids_1T: torch.Tensor) -> None:
+        self.tokens, self._decoder, self._cache = ids_1T.shape[1], decoder, decoder.new_cache()
+        if self.tokens:
+            decoder.step(ids_1T, self._cache)
+
+    def cache(self) -> Any:
+        """The cache with those tokens and no others. It may be the one handed out before, shortened; where a layer forgets tokens
+        (a sliding window, a recurrent state), it is a copy."""
+        if not self.tokens:
+            return self._decoder.new_cache()
+        if not _forgets_nothing(self._cache):
+            return copy.deepcopy(self._cache)
+        if more := int(self._cache.get_seq_length()) - self.tokens:
+            self._cache.crop(-more)
+        return self._cache
+
+
+def _forgets_nothing(cache: Any) -> bool:
+    layers = getattr(cache, "layers", [])
+    return all(getattr(layer, "is_croppable", True) and not getattr(layer, "is_sliding", False) for layer in layers)
+
+
+def cache_bytes(cache: Any) -> int:
+    """What a cache's tensors hold."""
+    held = {}
+    for layer in getattr(cache, "layers", []):
+        for tensor in vars(layer).values():
+            if isinstance(tensor, torch.Tensor):
+                held[tensor.data_ptr()] = tensor.nbytes
+    return sum(held.values())
+
+
+def only_likeliest(model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether `generate` with these options takes the likeliest token every time, as `Decoder.tokens` does."""
+    config: Any = getattr(model, "generation_config", None)
+    if options.get("do_sample", getattr(config, "do_sample", None)) or model.config.is_encoder_decoder:
+        return False
+    settings = {**(config.to_diff_dict() if config else {}), **options}
+    in_force = {name for name, value in settings.items() if value is not None and value is not False and not name.startswith("_")}
+    return in_force <= HARMLESS
