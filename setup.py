@@ -17,13 +17,14 @@ SOURCES = (
     "attention_decode",
     "router",
     "linear",
+    "gemm",
     "pool",
     "dispatch",
     "isa_scalar",
 )
 HEADERS = (
     "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router", "layer",
-    "arguments",
+    "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512",
 )  # fmt: skip
 ALSO_READ = (*(f"{name}.h" for name in HEADERS), "isa_avx2.cpp", "isa_avx512.cpp")
 COMMON = [

@@ -2,22 +2,15 @@
 
 #include <algorithm>
 
+#include "gemm.h"
 #include "pool.h"
-#include "scratch.h"
 
 namespace ktopt {
 namespace {
 
 constexpr int64_t LEAST_BYTES = 24 << 10;  // what a part reads at least: less takes about as long as handing it over
 constexpr int PARTS_A_THREAD = 4;
-constexpr int64_t ROWS_TOGETHER = 16;  // a cache line of results
-
-thread_local Scratch part_scratch;
-
-int64_t row_bytes(const Matrix& w) {
-    const Layout layout = layout_of(w.kind);
-    return w.columns / layout.elements * layout.bytes;
-}
+constexpr int64_t ROWS_TOGETHER = 32;  // a tile of gemm.h, and two cache lines of results
 
 }  // namespace
 
@@ -70,23 +63,13 @@ void Bundle::part(const Split& split, int64_t number, const Input& in, int64_t t
     for (; number >= split.parts[i]; i++) number -= split.parts[i];
     const Product& product = products_[i];
     const Matrix& w = product.weight;
-    const int64_t first = number * split.step[i], rows = std::min(split.step[i], w.rows - first), bytes = row_bytes(w);
+    const int64_t first = number * split.step[i], rows = std::min(split.step[i], w.rows - first);
     const bool plain = is_float(w.kind);
-    float* to = out + product.at + first;
-    float* made = to;
-    int64_t stride = out_stride;
-    if (sum) {
-        if (!part_scratch.reset(Scratch::room<float>(size_t(rows * tokens)))) std::abort();
-        made = part_scratch.take<float>(size_t(rows * tokens));
-        stride = rows;
-    }
     const void* operand = plain ? static_cast<const void*>(in.x) : in.quantized;
-    kernels().rows[w.kind](w.data + first * bytes, size_t(bytes), rows, w.columns, operand,
-                           size_t(plain ? in.stride : in.quantized_stride), tokens, made, size_t(stride));
-    for (int64_t t = 0; t < tokens; t++) {
-        if (sum) kernels().add(made + t * rows, rows, to + t * out_stride);
-        if (product.bias != nullptr) kernels().add(product.bias + first, rows, to + t * out_stride);
-    }
+    ktopt::product(w, operand, size_t(plain ? in.stride : in.quantized_stride), tokens, out + product.at, size_t(out_stride), sum,
+                   first, rows);
+    if (product.bias == nullptr) return;
+    for (int64_t t = 0; t < tokens; t++) kernels().add(product.bias + first, rows, out + product.at + first + t * out_stride);
 }
 
 }  // namespace ktopt

@@ -62,7 +62,7 @@ inline void quantize32(const float* x, int8_t* q, float& d, float& s32, float* s
     s32 = d * float(half[0] + half[1]);
 }
 
-void quantize(const float* x, int64_t columns, Activations* out) {
+inline void quantize(const float* x, int64_t columns, Activations* out) {
     for (int64_t start = 0; start < columns; start += 256, out++) {
         const int64_t left = columns - start;
         if (left < 256) std::memset(static_cast<void*>(out), 0, sizeof *out);

@@ -81,6 +81,6 @@ void floats(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t colum
 
 }  // namespace
 
-KTOPT_KERNELS(avx2_kernels, "avx2", quantized, floats, dequantize);
+KTOPT_KERNELS(avx2_kernels, "avx2", quantize, quantized, floats, dequantize, no_product);
 
 }  // namespace ktopt

@@ -29,6 +29,6 @@ constexpr RowsFunction floats = float_rows<kind>;
 
 }  // namespace
 
-KTOPT_KERNELS(scalar_kernels, "scalar", quantized, floats, dequantize);
+KTOPT_KERNELS(scalar_kernels, "scalar", quantize, quantized, floats, dequantize, no_product);
 
 }  // namespace ktopt

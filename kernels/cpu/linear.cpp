@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
+#include "gemm.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace ktopt {
 namespace {
@@ -16,30 +15,6 @@ constexpr int64_t LEAST_BYTES = 24 << 10;  // what a part reads at least: less t
 
 constexpr int PARTS_A_THREAD = 4;
 constexpr int64_t ROWS_TOGETHER = 16;  // a cache line of results
-
-int64_t row_bytes(const Matrix& w) {
-    const Layout layout = layout_of(w.kind);
-    return w.columns / layout.elements * layout.bytes;
-}
-
-// Memory of one thread, kept from call to call.
-class Scratch {
-public:
-    void* take(size_t bytes) {
-        if (bytes > size_) {
-            std::free(memory_);
-            size_ = (bytes + 4095) / 4096 * 4096;
-            memory_ = std::aligned_alloc(64, size_);
-            if (memory_ == nullptr) size_ = 0;
-        }
-        return memory_;
-    }
-    ~Scratch() { std::free(memory_); }
-
-private:
-    void* memory_ = nullptr;
-    size_t size_ = 0;
-};
 
 thread_local Scratch floats_scratch, activations_scratch;
 
@@ -96,6 +71,11 @@ bool all_finite(const uint8_t* row, int64_t blocks, int bytes, ScalePlaces place
 
 }  // namespace
 
+int64_t row_bytes(const Matrix& w) {
+    const Layout layout = layout_of(w.kind);
+    return w.columns / layout.elements * layout.bytes;
+}
+
 const char* refuses(int64_t kind, int64_t rows, int64_t columns, int64_t nbytes) {
     if (kind < 0 || kind >= KINDS || layout_of(int(kind)).bytes == 0) return "there is no kernel for this storage type";
     const Layout layout = layout_of(int(kind));
@@ -107,12 +87,15 @@ const char* refuses(int64_t kind, int64_t rows, int64_t columns, int64_t nbytes)
 }
 
 bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, float* out, int64_t out_stride, int threads) {
+    if (tokens >= MANY_TOKENS && has_product(weight.kind))
+        return linear_many(weight, x, bfloat16, tokens, out, out_stride, threads);
     const Kernels& isa = kernels();
     const size_t bytes = size_t(row_bytes(weight));
     const auto* floats = static_cast<const float*>(x);
     if (bfloat16) {
-        auto* wide = static_cast<float*>(floats_scratch.take(size_t(tokens * weight.columns) * sizeof(float)));
-        if (wide == nullptr) return false;
+        const auto count = size_t(tokens * weight.columns);
+        if (!floats_scratch.reset(Scratch::room<float>(count))) return false;
+        auto* wide = floats_scratch.take<float>(count);
         isa.widen(static_cast<const uint16_t*>(x), tokens * weight.columns, wide);
         floats = wide;
     }
@@ -120,8 +103,8 @@ bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, 
     size_t stride = size_t(weight.columns);
     if (!is_float(weight.kind)) {
         stride = size_t(activation_blocks(weight.columns));
-        auto* quantized = static_cast<Activations*>(activations_scratch.take(size_t(tokens) * stride * sizeof(Activations)));
-        if (quantized == nullptr) return false;
+        if (!activations_scratch.reset(Scratch::room<Activations>(size_t(tokens) * stride))) return false;
+        auto* quantized = activations_scratch.take<Activations>(size_t(tokens) * stride);
         for (int64_t t = 0; t < tokens; t++)
             isa.quantize(floats + t * weight.columns, weight.columns, quantized + size_t(t) * stride);
         operand = quantized;

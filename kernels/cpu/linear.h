@@ -12,6 +12,9 @@ struct Matrix {
     int64_t rows, columns;
 };
 
+// From a row to the next.
+int64_t row_bytes(const Matrix& weight);
+
 // Why a matrix of these sizes can't be `nbytes` long, or null.
 const char* refuses(int64_t kind, int64_t rows, int64_t columns, int64_t nbytes);
 

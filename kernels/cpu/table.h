@@ -6,22 +6,27 @@
 namespace ktopt {
 namespace {
 
+template <int kind>
+constexpr ProductFunction no_product = nullptr;
+
 // The table of one instruction set, from what it has for each kind. A constant: code that runs when the library is loaded must not
 // use the instruction set.
-#define KTOPT_KERNELS(table, isa, QUANTIZED, FLOATS, NUMBERS)                                   \
-    constexpr Kernels table = [] {                                                              \
-        Kernels k = {isa, quantize, widen, {}, {}, rms_norm, gated, rotate, narrow, add, attend}; \
-        KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED, NUMBERS)         \
-        KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS, dequantize)             \
-        return k;                                                    \
+#define KTOPT_KERNELS(table, isa, QUANTIZE, QUANTIZED, FLOATS, NUMBERS, PRODUCT)                         \
+    constexpr Kernels table = [] {                                                                      \
+        Kernels k = {isa, QUANTIZE, widen, {}, {}, {}, rms_norm, gated, rotate, narrow, add, attend};   \
+        KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED, NUMBERS, PRODUCT)                                   \
+        KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS, dequantize, no_product)                                    \
+        return k;                                                                                       \
     }()
-#define KTOPT_FILL(kind, rows_function, numbers_function) \
-    k.rows[kind] = rows_function<kind>;                   \
-    k.dequantize[kind] = numbers_function<kind>;
-#define KTOPT_EACH_QUANTIZED(what, f, n)                                                                            \
-    what(Q4_0, f, n) what(Q4_1, f, n) what(Q5_0, f, n) what(Q5_1, f, n) what(Q8_0, f, n) what(Q2_K, f, n)           \
-    what(Q3_K, f, n) what(Q4_K, f, n) what(Q5_K, f, n) what(Q6_K, f, n) what(IQ4_NL, f, n) what(IQ4_XS, f, n)
-#define KTOPT_EACH_FLOAT(what, f, n) what(F32, f, n) what(F16, f, n) what(BF16, f, n)
+#define KTOPT_FILL(kind, rows_function, numbers_function, product_function) \
+    k.rows[kind] = rows_function<kind>;                                     \
+    k.dequantize[kind] = numbers_function<kind>;                            \
+    k.product[kind] = product_function<kind>;
+#define KTOPT_EACH_QUANTIZED(what, ...)                                                                     \
+    what(Q4_0, __VA_ARGS__) what(Q4_1, __VA_ARGS__) what(Q5_0, __VA_ARGS__) what(Q5_1, __VA_ARGS__)         \
+    what(Q8_0, __VA_ARGS__) what(Q2_K, __VA_ARGS__) what(Q3_K, __VA_ARGS__) what(Q4_K, __VA_ARGS__)         \
+    what(Q5_K, __VA_ARGS__) what(Q6_K, __VA_ARGS__) what(IQ4_NL, __VA_ARGS__) what(IQ4_XS, __VA_ARGS__)
+#define KTOPT_EACH_FLOAT(what, ...) what(F32, __VA_ARGS__) what(F16, __VA_ARGS__) what(BF16, __VA_ARGS__)
 
 }  // namespace
 }  // namespace ktopt

@@ -54,6 +54,10 @@ constexpr int64_t activation_blocks(int64_t columns) { return (columns + 255) / 
 using RowsFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t columns, const void* x,
                               size_t x_stride, int64_t tokens, float* out, size_t out_stride);
 
+// The same for many tokens: a tile of weights is unpacked once for all of them. `x` is Activations; with `add`, out += the product.
+using ProductFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t columns, const Activations* x,
+                                 size_t x_stride, int64_t tokens, float* out, size_t out_stride, bool add);
+
 // One row as float32, or rounded to bfloat16.
 using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, void* out, bool bfloat16);
 
@@ -76,6 +80,7 @@ struct Kernels {
     void (*widen)(const uint16_t* bfloat16, int64_t count, float* out);
     RowsFunction rows[KINDS];
     DequantizeFunction dequantize[KINDS];
+    ProductFunction product[KINDS];  // null where nothing is faster than `rows`
     // fused.h says what these compute.
     void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
     void (*gated)(int activation, const float* gate, const float* up, int64_t n, float* out);
