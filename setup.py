@@ -12,19 +12,21 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "kernels/cpu"
 SOURCES = (
     "module_layer",
+    "module_latent",
     "layer",
     "bundle",
     "attention_decode",
     "router",
     "linear",
     "gemm",
+    "mla",
     "pool",
     "dispatch",
     "isa_scalar",
 )
 HEADERS = (
     "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router", "layer",
-    "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512",
+    "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512", "latent", "latent_bfloat16", "mla",
 )  # fmt: skip
 ALSO_READ = (*(f"{name}.h" for name in HEADERS), "isa_avx2.cpp", "isa_avx512.cpp")
 COMMON = [
@@ -46,6 +48,7 @@ INSTRUCTION_SETS = {
     "avx2": ("isa_avx2.cpp", AVX2),
     "avx512": ("isa_avx512.cpp", AVX512),
     "avx512vnni": ("isa_avx512.cpp", [*AVX512, "-mavx512vnni"]),
+    "avx512bf16": ("isa_avx512.cpp", [*AVX512, "-mavx512vnni", "-mavx512bf16"]),
 }
 
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "mla.h"
 
 using namespace ktopt;
 
@@ -70,6 +71,41 @@ bool check_all() {
     return true;
 }
 
+// Latent attention on a cache of scattered pages and its matrices, in buffers that end where they must.
+bool check_latents(int kind, int64_t page_tokens, int64_t latent, int64_t rope, int64_t heads, int threads) {
+    const LatentShape shape = {heads, 32, rope, latent, 48};
+    const int64_t pages = 300 / page_tokens + 1, width = shape.width(), per_head = shape.nope + shape.value;
+    const Layout layout = layout_of(kind);
+    const auto data = random_bytes(size_t(pages * page_tokens * (width / layout.elements) * layout.bytes));
+    std::vector<int32_t> table;
+    for (int64_t page = pages; page-- > 0;) table.push_back(int32_t(page));
+    const LatentRow rows[] = {{table.data(), 0, 300}, {table.data(), 5, 299}, {nullptr, 290, 300}, {table.data() + 1, 7, 7}};
+    const LatentCache cache = {kind, data.get(), pages, page_tokens};
+    if (refuses(shape, cache, rows, 4) != nullptr) return false;
+    const LatentRow beyond = {nullptr, 0, pages * page_tokens + 1};
+    if (refuses(shape, cache, &beyond, 1) == nullptr) return false;
+    const auto kv_b = random_bytes(size_t(heads * per_head * latent) * 34 / 32);
+    const int64_t row_bytes = latent / 32 * 34, head_bytes = per_head * row_bytes;
+    const HeadMatrices keys = {Q8_0, kv_b.get(), shape.nope, latent, head_bytes};
+    const HeadMatrices by_rows = {Q8_0, kv_b.get(), latent, shape.nope, latent * 34};
+    const HeadMatrices values = {Q8_0, kv_b.get() + shape.nope * row_bytes, shape.value, latent, head_bytes};
+    std::vector<float> query(size_t(4 * heads * width), 0.5f), out(size_t(4 * heads * latent)), sums(size_t(4 * heads));
+    return latent_attention(shape, cache, rows, 4, query.data(), 0.1f, out.data(), sums.data(), threads) &&
+           absorbed_attention(shape, cache, rows, 4, query.data(), keys, values, 0.1f, out.data(), threads) &&
+           absorbed_attention(shape, cache, rows, 4, query.data(), by_rows, values, 0.1f, out.data(), threads);
+}
+
+bool check_all_latents() {
+    for (int kind : {int(F32), int(F16), int(BF16), int(Q8_0)})
+        for (int64_t page_tokens : {1, 7, 64, 200})
+            for (int64_t heads : {1, 16, 21})
+                if (!check_latents(kind, page_tokens, 64, 32, heads, 1 + int(heads % 3))) {
+                    std::printf("%s: latents of type %d, pages of %d\n", kernels().name, kind, int(page_tokens));
+                    return false;
+                }
+    return true;
+}
+
 // Several threads of the program call at once, each with a job for several threads.
 bool check_threads() {
     bool fine[3] = {};
@@ -90,12 +126,12 @@ bool check_threads() {
 }  // namespace
 
 int main() {
-    for (const char* isa : {"avx512vnni", "avx512", "avx2", "scalar"}) {
+    for (const char* isa : {"avx512bf16", "avx512vnni", "avx512", "avx2", "scalar"}) {
         if (!set_isa(isa)) {
             std::printf("%s: not on this CPU\n", isa);
             continue;
         }
-        if (!check_all() || !check_threads()) return 1;
+        if (!check_all() || !check_all_latents() || !check_threads()) return 1;
         std::printf("%s: fine\n", isa);
     }
     return 0;

@@ -1,7 +1,7 @@
 """Matrix products on the CPU over weights as GGUF files store them: C++, chosen by what the CPU has.
 
 `_cpu` is the extension that setup.py builds from the C++ files here; where it is missing, `available` says why. The environment
-variable KTOPT_CPU_ISA forces an instruction set: avx512vnni, avx512, avx2 or scalar.
+variable KTOPT_CPU_ISA forces an instruction set: avx512bf16, avx512vnni, avx512, avx2 or scalar.
 
 Quantised weights meet activations rounded to 8 bits, one scale for each 32 of them, and sums are kept in float32; plain
 floating-point weights meet activations as they are. Legend: T tokens, R rows (outputs), C columns (inputs).
@@ -26,7 +26,7 @@ KINDS = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
 """The storage types that have a kernel."""
-ISAS = ("avx512vnni", "avx512", "avx2", "scalar")
+ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "scalar")
 """Instruction sets that kernels are written for, best first; `isas` tells which run here."""
 ISA_VARIABLE = "KTOPT_CPU_ISA"
 

@@ -24,4 +24,8 @@ T* address(long long n) {
 PyObject* make_layer(PyObject*, PyObject* description);
 PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 
+// See kernels/cpu/latent.py.
+PyObject* latent_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* absorbed_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
+
 }  // namespace ktopt

@@ -19,13 +19,15 @@ const Choice* choices(int& count) {
     static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    static const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     static const Choice all[] = {
-        {&avx512vnni_kernels, avx512 && __builtin_cpu_supports("avx512vnni")},
+        {&avx512bf16_kernels, vnni && __builtin_cpu_supports("avx512bf16")},
+        {&avx512vnni_kernels, vnni},
         {&avx512_kernels, avx512},
         {&avx2_kernels, avx2},
         {&scalar_kernels, true},
     };
-    count = 4;
+    count = 5;
 #else
     static const Choice all[] = {{&scalar_kernels, true}};
     count = 1;

@@ -1,4 +1,4 @@
-// AVX512 (F, BW, DQ, VL), and built a second time with VNNI. Blocks are unpacked in registers, 64 numbers at a time.
+// AVX512 (F, BW, DQ, VL), and built again with VNNI, and with VNNI and BF16. Blocks are unpacked in registers, 64 numbers at a time.
 #include "gemm_avx512.h"
 #include "quantize_avx512.h"
 #include "table.h"
@@ -158,7 +158,9 @@ void wide_float_rows(const uint8_t* weight, size_t row_bytes, int64_t rows, int6
 
 }  // namespace
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512BF16__)
+KTOPT_KERNELS(avx512bf16_kernels, "avx512bf16", wide_quantize, wide_rows, wide_float_rows, wide_dequantize, tall_product);
+#elif defined(__AVX512VNNI__)
 KTOPT_KERNELS(avx512vnni_kernels, "avx512vnni", wide_quantize, wide_rows, wide_float_rows, wide_dequantize, tall_product);
 #else
 KTOPT_KERNELS(avx512_kernels, "avx512", wide_quantize, wide_rows, wide_float_rows, wide_dequantize, no_product);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fused.h"
+#include "latent.h"
 
 namespace ktopt {
 namespace {
@@ -13,7 +14,8 @@ constexpr ProductFunction no_product = nullptr;
 // use the instruction set.
 #define KTOPT_KERNELS(table, isa, QUANTIZE, QUANTIZED, FLOATS, NUMBERS, PRODUCT)                         \
     constexpr Kernels table = [] {                                                                      \
-        Kernels k = {isa, QUANTIZE, widen, {}, {}, {}, rms_norm, gated, rotate, narrow, add, attend};   \
+        Kernels k = {isa, QUANTIZE, widen, {}, {}, {}, rms_norm, gated, rotate, narrow, add, attend,    \
+                     add_scaled, latent_floats, latent_pairs};                                          \
         KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED, NUMBERS, PRODUCT)                                   \
         KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS, dequantize, no_product)                                    \
         return k;                                                                                       \

@@ -73,6 +73,28 @@ struct Stretch {
     float scale;  // of the scores
 };
 
+// One block of a latent cache and 16 heads of one query (see mla.h): up to LATENT_BLOCK tokens, their numbers `row_bytes` apart.
+// A token's first `latent` numbers are what is summed up, all `width` meet the query. highest, sum (16) and out (16, latent) are
+// the softmax so far: its largest score, its sum, and the sum of latents times weights, neither divided yet.
+constexpr int LATENT_BLOCK = 64, LATENT_HEADS = 16;
+struct LatentBlock {
+    const uint8_t* rows;
+    size_t row_bytes;
+    int tokens;
+    int64_t width, latent;
+    const void* query;
+    const uint8_t* next;  // where `next_bytes` of the block to come lie, to be fetched early
+    size_t next_bytes;
+    float *highest, *sum, *out;
+};
+
+// Latent attention on numbers of one type. `pack` takes `heads` (at most 16) queries of `width` numbers, query_stride apart, times
+// `scale`, to the form that `attend` reads: 16 * width numbers of that type.
+struct LatentKernels {
+    void (*pack)(const float* query, size_t query_stride, int heads, int64_t width, float scale, void* out);
+    void (*attend)(const LatentBlock& block);
+};
+
 // What one instruction set has.
 struct Kernels {
     const char* name;
@@ -88,11 +110,13 @@ struct Kernels {
     bool (*narrow)(int kind, const float* x, int64_t n, void* out);
     void (*add)(const float* x, int64_t n, float* to);
     void (*attend)(const Stretch& s, const float* q, int64_t heads, float* out);
+    void (*add_scaled)(const float* x, int64_t n, float scale, float* to);  // to += scale * x
+    LatentKernels latent, latent_bfloat16;  // on float32; and on bfloat16 where the CPU multiplies it, null elsewhere
 };
 
 extern const Kernels scalar_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels, avx512vnni_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, avx512vnni_kernels, avx512bf16_kernels;
 #endif
 
 // The kernels that run. `set_isa` answers false for a name that this CPU can't run; null takes the best.
