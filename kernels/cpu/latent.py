@@ -39,7 +39,13 @@ def _cache_call(cache_GTW: torch.Tensor, kind: str, table_SC: torch.Tensor, rows
     pages, tokens = cache_GTW.shape[:2]
     if not cache_GTW.is_contiguous() or not table_SC.is_contiguous() or not rows_Q3.is_contiguous():
         raise ValueError("cache, page table and rows must be contiguous")
-    if table_SC.ndim != 2 or table_SC.element_size() != 4 or rows_Q3.ndim != 2 or rows_Q3.shape[1] != 3 or rows_Q3.element_size() != 8:
+    if (
+        table_SC.ndim != 2
+        or table_SC.element_size() != 4
+        or rows_Q3.ndim != 2
+        or rows_Q3.shape[1] != 3
+        or rows_Q3.element_size() != 8
+    ):
         raise ValueError("the page table must be int32 (sequences, pages), the rows int64 (rows, 3)")
     return (
         *(BY_NAME[kind].number, cache_GTW.data_ptr(), pages, tokens, cache_GTW.nbytes),
