@@ -10,12 +10,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "kernels/cpu"
+BINDINGS = ("module", "module_layer", "module_latent", "module_attention")
 SOURCES = (
-    "module_layer",
-    "module_latent",
     "layer",
     "bundle",
     "attention_decode",
+    "attention_prefill",
     "router",
     "linear",
     "gemm",
@@ -25,8 +25,9 @@ SOURCES = (
     "isa_scalar",
 )
 HEADERS = (
-    "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router", "layer",
-    "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512", "latent", "latent_bfloat16", "mla",
+    "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router",
+    "layer", "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512", "latent", "latent_bfloat16", "mla",
+    "attention", "attention_lanes", "attention_operands", "attention_tiles",
 )  # fmt: skip
 ALSO_READ = (*(f"{name}.h" for name in HEADERS), "isa_avx2.cpp", "isa_avx512.cpp")
 COMMON = [
@@ -76,7 +77,7 @@ if __name__ == "__main__":
         ext_modules=[
             Extension(
                 "ktopt.kernels.cpu._cpu",
-                [f"{FOLDER}/{name}.cpp" for name in ("module", *SOURCES)],
+                [f"{FOLDER}/{name}.cpp" for name in (*BINDINGS, *SOURCES)],
                 depends=[f"{FOLDER}/{name}" for name in ALSO_READ],
                 extra_compile_args=COMMON,
                 extra_link_args=["-pthread"],

@@ -39,3 +39,50 @@ def linear_error(x_TC: torch.Tensor, weight_RC: torch.Tensor, rounded: bool) -> 
         return sums
     half_steps = x_TC.double().abs().unflatten(-1, (-1, 32)).amax(-1) / 254
     return half_steps @ weight_RC.double().abs().unflatten(-1, (-1, 32)).sum(-1).T * 1.001 + sums
+
+
+def attention(
+    q_THD: torch.Tensor, keys_GND: torch.Tensor, values_GNV: torch.Tensor, start: int, window: int, scale: float
+) -> torch.Tensor:
+    """Causal attention in float64 by torch's own (T, H, V): the queries are those of the last T of N keys. One that stands before
+    `start`, and so sees no key, gives zeros."""
+    import torch
+
+    queries, keys, values = q_THD.double().transpose(0, 1), keys_GND.double(), values_GNV.double()
+    shown = seen(q_THD.shape[0], keys.shape[1], start, window)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries[None], keys[None], values[None], shown, scale=scale, enable_gqa=True
+    )
+    return torch.where(shown.any(1)[:, None, None], out[0].transpose(0, 1), 0.0)
+
+
+def seen(tokens: int, keys: int, start: int, window: int) -> torch.Tensor:
+    """Which of N keys the last T queries see, bool (T, N)."""
+    import torch
+
+    position, key = torch.arange(keys - tokens, keys)[:, None], torch.arange(keys)
+    shown = (key <= position) & (key >= start)
+    return shown & (key > position - window) if window else shown
+
+
+def attention_error(
+    q_THD: torch.Tensor, keys_GND: torch.Tensor, values_GNV: torch.Tensor, start: int, window: int, scale: float, rounding: float
+) -> torch.Tensor:
+    """How far a kernel's attention may be off, float64 (T, H, V). `rounding` is the most that a number changes, relatively, when it
+    is rounded: 2^-9 for bfloat16.
+
+    A score is off by 2 * rounding (of query and key) times the sum of its products' magnitudes at most, and so is the mean of the
+    scores by weight, which the softmax's sum moves by; a weight by the exponential of both, and by its own rounding, and a value by
+    its. Float32 sums add some millionths.
+    """
+    import torch
+
+    heads = q_THD.shape[1]
+    queries = q_THD.double().transpose(0, 1)
+    keys, values = (x.double().repeat_interleave(heads // x.shape[0], 0) for x in (keys_GND, values_GNV))
+    hidden = ~seen(q_THD.shape[0], keys.shape[1], start, window)
+    scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+    weights = torch.nan_to_num(scores.softmax(-1))
+    off = (2 * rounding + 2e-6) * scale * (queries.abs() @ keys.abs().transpose(1, 2))
+    off = torch.expm1(off + (weights * off).sum(-1, keepdim=True)) + 2 * rounding + 4e-6
+    return ((weights * off) @ values.abs()).transpose(0, 1) + 1e-30

@@ -40,7 +40,7 @@ def test_each_mapped_folder_has_its_link_and_its_entry(folder: str) -> None:
 def test_the_extension_names_every_file_of_the_cpu_kernels() -> None:
     pytest.importorskip("setuptools")
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    named = {f"{name}.cpp" for name in ("module", *setup["SOURCES"])} | set(setup["ALSO_READ"])
+    named = {f"{name}.cpp" for name in (*setup["BINDINGS"], *setup["SOURCES"])} | set(setup["ALSO_READ"])
     assert named == {path.name for path in (ROOT / "kernels" / "cpu").iterdir() if path.suffix in (".cpp", ".h")}
 
 

@@ -28,4 +28,7 @@ PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* latent_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* absorbed_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
 
+// See kernels/cpu/attention.py.
+PyObject* prefill_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
+
 }  // namespace ktopt

@@ -106,6 +106,9 @@ PyMethodDef methods[] = {
      "latent_attention(*shape, *cache, *rows, query, out, log_sum, threads, scale)"},
     {"absorbed_attention", fast(absorbed_attention), METH_FASTCALL,
      "absorbed_attention(*shape, *cache, *rows, *keys, *values, query, out, threads, scale)"},
+    {"prefill_attention", fast(prefill_attention), METH_FASTCALL,
+     "prefill_attention(kind, keys, values, key_head_bytes, value_head_bytes, capacity, heads, kv_heads, key_dim, value_dim, "
+     "window, q, q_stride, tokens, first, start, out, out_stride, threads, scale)"},
     {"isa", isa, METH_NOARGS, "the instruction set that runs"},
     {"set_isa", set_isa, METH_O, "run this one, None for the best; False where this CPU lacks it"},
     {nullptr, nullptr, 0, nullptr},

@@ -1,6 +1,7 @@
 // Fills the table of functions of one instruction set: the last thing that its file does.
 #pragma once
 
+#include "attention_tiles.h"
 #include "fused.h"
 #include "latent.h"
 
@@ -15,7 +16,7 @@ constexpr ProductFunction no_product = nullptr;
 #define KTOPT_KERNELS(table, isa, QUANTIZE, QUANTIZED, FLOATS, NUMBERS, PRODUCT)                         \
     constexpr Kernels table = [] {                                                                      \
         Kernels k = {isa, QUANTIZE, widen, {}, {}, {}, rms_norm, gated, rotate, narrow, add, attend,    \
-                     add_scaled, latent_floats, latent_pairs};                                          \
+                     add_scaled, latent_floats, latent_pairs, prefill_part, prefill::ROWS};             \
         KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED, NUMBERS, PRODUCT)                                   \
         KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS, dequantize, no_product)                                    \
         return k;                                                                                       \

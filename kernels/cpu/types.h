@@ -95,6 +95,10 @@ struct LatentKernels {
     void (*attend)(const LatentBlock& block);
 };
 
+// attention.h
+struct PrefillPart;
+using PrefillFunction = void (*)(const PrefillPart& part);
+
 // What one instruction set has.
 struct Kernels {
     const char* name;
@@ -112,6 +116,8 @@ struct Kernels {
     void (*attend)(const Stretch& s, const float* q, int64_t heads, float* out);
     void (*add_scaled)(const float* x, int64_t n, float scale, float* to);  // to += scale * x
     LatentKernels latent, latent_bfloat16;  // on float32; and on bfloat16 where the CPU multiplies it, null elsewhere
+    PrefillFunction prefill;
+    int prefill_rows;  // queries of a tile
 };
 
 extern const Kernels scalar_kernels;

@@ -1,0 +1,80 @@
+// Shares the queries of a prefill out to threads, the ones that see most keys first.
+#include <algorithm>
+#include <atomic>
+
+#include "attention.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace ktopt {
+namespace {
+
+constexpr int64_t PARTS_A_THREAD = 8;  // enough that threads finish together
+constexpr int64_t LONG_WORK = 1 << 20;  // products, above which it is worth waking threads
+constexpr int64_t LARGEST_DIM = 1 << 12;
+
+int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+thread_local Scratch tiles_scratch;
+
+struct Job {
+    PrefillPart all;  // of the first KV head, with all rows
+    const KeyValues* cache;
+    int64_t blocks, block_rows, tile_rows, tiles;
+    PrefillFunction run;
+    std::atomic<bool> done{true};
+
+    void part(int64_t number) {
+        const AttentionShape& shape = *all.shape;
+        const int64_t head = number % shape.kv_heads, block = blocks - 1 - number / shape.kv_heads;
+        PrefillPart part = all;
+        part.keys += head * cache->key_head_bytes;
+        part.values += head * cache->value_head_bytes;
+        part.q += head * all.group * shape.key_dim;
+        part.out += head * all.group * shape.value_dim;
+        part.begin = block * block_rows;
+        part.end = std::min(part.begin + block_rows, all.end);
+        const size_t bytes = prefill_scratch(shape.key_dim, shape.value_dim, tile_rows, tiles);
+        if (!tiles_scratch.reset(bytes)) {
+            done = false;
+            return;
+        }
+        part.scratch = tiles_scratch.take<uint8_t>(bytes);
+        run(part);
+    }
+};
+
+}  // namespace
+
+const char* refuses(const AttentionShape& shape, int64_t kind, int64_t tokens, int64_t first, int64_t start) {
+    if (kind != F32 && kind != F16 && kind != BF16) return "keys and values must be float32, float16 or bfloat16";
+    if (shape.heads < 1 || shape.kv_heads < 1 || shape.heads % shape.kv_heads != 0)
+        return "the query heads must be a multiple of the key and value heads";
+    if (shape.heads > 1 << 16) return "there are too many heads";
+    for (const int64_t dim : {shape.key_dim, shape.value_dim})
+        if (dim < 8 || dim % 8 != 0 || dim > LARGEST_DIM) return "a head's dimensions must be multiples of 8, 4096 at most";
+    if (tokens < 1 || first < 0 || start < 0 || shape.window < 0) return "tokens must be at least 1, and no position less than 0";
+    if (first > (1 << 30) || tokens > (1 << 30) || start > (1 << 30)) return "the positions are too large";
+    return nullptr;
+}
+
+bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, const float* q, int64_t q_stride, int64_t tokens,
+                       int64_t first, int64_t start, float* out, int64_t out_stride, int threads) {
+    const Kernels& isa = kernels();
+    const int64_t group = shape.heads / shape.kv_heads, rows = tokens * group;
+    const int64_t tiles = divided(rows, isa.prefill_rows);
+    Job job;
+    job.tiles = std::clamp<int64_t>(tiles * shape.kv_heads / (threads * PARTS_A_THREAD), 1, MOST_TILES);
+    job.tile_rows = isa.prefill_rows;
+    job.block_rows = job.tiles * job.tile_rows;
+    job.blocks = divided(tiles, job.tiles);
+    job.cache = &cache;
+    job.run = isa.prefill;
+    job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr};
+    const int64_t seen = std::min(first + tokens, shape.window == 0 ? first + tokens : shape.window);
+    run_parts([](void* job, int64_t part) { static_cast<Job*>(job)->part(part); }, &job, job.blocks * shape.kv_heads, threads,
+              rows * shape.kv_heads * seen * (shape.key_dim + shape.value_dim) > LONG_WORK);
+    return job.done;
+}
+
+}  // namespace ktopt
