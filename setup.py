@@ -10,13 +10,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "kernels/cpu"
-BINDINGS = ("module", "module_layer", "module_latent", "module_attention")
+BINDINGS = ("module", "module_layer", "module_latent", "module_attention", "module_experts")
 SOURCES = (
     "layer",
     "bundle",
     "attention_decode",
     "attention_prefill",
     "router",
+    "experts",
     "linear",
     "gemm",
     "mla",
@@ -27,7 +28,7 @@ SOURCES = (
 HEADERS = (
     "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router",
     "layer", "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512", "latent", "latent_bfloat16", "mla",
-    "attention", "attention_lanes", "attention_operands", "attention_tiles",
+    "attention", "attention_lanes", "attention_operands", "attention_tiles", "experts",
 )  # fmt: skip
 ALSO_READ = (*(f"{name}.h" for name in HEADERS), "isa_avx2.cpp", "isa_avx512.cpp")
 COMMON = [

@@ -5,6 +5,8 @@ Legend: T tokens, R rows (outputs), C columns (inputs).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,3 +88,40 @@ def attention_error(
     off = (2 * rounding + 2e-6) * scale * (queries.abs() @ keys.abs().transpose(1, 2))
     off = torch.expm1(off + (weights * off).sum(-1, keepdim=True)) + 2 * rounding + 4e-6
     return ((weights * off) @ values.abs()).transpose(0, 1) + 1e-30
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One gated expert: gate and up (inner, hidden), down (hidden, inner), float32; whether the kernels round what each meets."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    rounded: tuple[bool, bool, bool]
+
+
+def experts(
+    x_TC: torch.Tensor,
+    index_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    every: Sequence[Expert],
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    steepest: float = 1.13,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """down(activation(gate x) * (up x)) of each chosen expert, weighted and summed: float64 (T, C), and how far a kernel's result
+    may be off. `steepest` is the activation's largest slope (silu's and gelu's by default)."""
+    import torch
+
+    total, error = torch.zeros_like(x_TC, dtype=torch.float64), torch.zeros_like(x_TC, dtype=torch.float64)
+    for number in index_TK.unique().tolist():
+        token, place = torch.where(index_TK == number)
+        expert, x, weight = every[number], x_TC[token], weights_TK[token, place].double()[:, None]
+        gate, up = linear(x, expert.gate), linear(x, expert.up)
+        gate_off, up_off = linear_error(x, expert.gate, expert.rounded[0]), linear_error(x, expert.up, expert.rounded[1])
+        inner = activation(gate) * up
+        inner_off = steepest * gate_off * (up.abs() + up_off) + activation(gate).abs() * up_off + 4e-6 * (gate * up).abs() + 1e-30
+        result = linear(inner, expert.down)
+        off = inner_off @ expert.down.double().abs().T + linear_error(inner.abs() + inner_off, expert.down, expert.rounded[2])
+        total.index_add_(0, token, weight * result)
+        error.index_add_(0, token, weight.abs() * (off + 1e-6 * result.abs()))
+    return total, error

@@ -31,4 +31,12 @@ PyObject* absorbed_attention(PyObject*, PyObject* const* given, Py_ssize_t count
 // See kernels/cpu/attention.py.
 PyObject* prefill_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
 
+// experts(activation, shared, *numbers of matrices) and run_experts(...): see kernels/cpu/experts.py.
+PyObject* make_experts(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* call_experts(PyObject*, PyObject* const* given, Py_ssize_t count);
+
+// The Experts in an object that make_experts made; null with an exception set for another object.
+struct Experts;
+const Experts* experts_in(PyObject* object);
+
 }  // namespace ktopt

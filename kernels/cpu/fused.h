@@ -28,25 +28,55 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
     for (; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-inline Vector activated(int activation, Vector x) {
-    if (activation == RELU) return x.max(Vector::zero());
-    Vector twice_u = x;  // silu: x * sigmoid(x)
-    if (activation == GELU_TANH) {  // x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+// x * sigmoid(y)
+inline Vector swish(Vector x, Vector y) { return x / (exponential(Vector::zero() - y) + Vector::all(1.0f)); }
+
+// x * (1 + erf(x / sqrt 2)) / 2. Abramowitz and Stegun's 7.1.26 has erf to 1.5e-7 for positive numbers, which is enough: x * erf(x)
+// is the same for -x.
+inline Vector gelu(Vector x) {
+    const Vector one = Vector::all(1.0f), size = (Vector::zero() - x).max(x), z = size * Vector::all(0.70710678f);
+    const Vector t = one / z.times_plus(Vector::all(0.3275911f), one);
+    Vector p = Vector::all(1.061405429f);
+    constexpr float FURTHER[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    for (float next : FURTHER) p = p.times_plus(t, Vector::all(next));
+    const Vector erf = one - p * t * exponential(Vector::zero() - z * z);
+    return size.times_plus(erf, x) * Vector::all(0.5f);
+}
+
+template <int activation>
+inline Vector activated(Vector x) {
+    if constexpr (activation == RELU) return Vector::zero().max(x);  // in this order NaN stays NaN
+    if constexpr (activation == RELU2) return Vector::zero().max(x) * Vector::zero().max(x);
+    if constexpr (activation == GELU) return gelu(x);
+    if constexpr (activation == QUICK_GELU) return swish(x, x * Vector::all(1.702f));
+    if constexpr (activation == GELU_TANH) {  // x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
         const Vector cubic = x * x * x * Vector::all(0.044715f) + x;
-        twice_u = cubic * Vector::all(1.5957691216f);
+        return swish(x, cubic * Vector::all(1.5957691216f));
     }
-    return x / (exponential(Vector::zero() - twice_u) + Vector::all(1.0f));
+    return swish(x, x);
+}
+
+template <int activation>
+void gated_by(const float* gate, const float* up, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) (activated<activation>(Vector::load(gate + i)) * Vector::load(up + i)).store(out + i);
+    if (i == n) return;
+    float g[W] = {}, made[W];
+    for (int64_t j = i; j < n; j++) g[j - i] = gate[j];
+    activated<activation>(Vector::load(g)).store(made);
+    for (int64_t j = i; j < n; j++) out[j] = made[j - i] * up[j];
 }
 
 // out = activation(gate) * up. out may be gate.
 void gated(int activation, const float* gate, const float* up, int64_t n, float* out) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) (activated(activation, Vector::load(gate + i)) * Vector::load(up + i)).store(out + i);
-    if (i == n) return;
-    float g[W] = {}, made[W];
-    for (int64_t j = i; j < n; j++) g[j - i] = gate[j];
-    activated(activation, Vector::load(g)).store(made);
-    for (int64_t j = i; j < n; j++) out[j] = made[j - i] * up[j];
+    switch (activation) {
+    case SILU: return gated_by<SILU>(gate, up, n, out);
+    case GELU_TANH: return gated_by<GELU_TANH>(gate, up, n, out);
+    case RELU: return gated_by<RELU>(gate, up, n, out);
+    case GELU: return gated_by<GELU>(gate, up, n, out);
+    case QUICK_GELU: return gated_by<QUICK_GELU>(gate, up, n, out);
+    default: return gated_by<RELU2>(gate, up, n, out);
+    }
 }
 
 // Rotates the first `dim` numbers of x in place: pairs (i, i + dim/2). cos and sin are of size dim, each half its own.

@@ -109,6 +109,10 @@ PyMethodDef methods[] = {
     {"prefill_attention", fast(prefill_attention), METH_FASTCALL,
      "prefill_attention(kind, keys, values, key_head_bytes, value_head_bytes, capacity, heads, kv_heads, key_dim, value_dim, "
      "window, q, q_stride, tokens, first, start, out, out_stride, threads, scale)"},
+    {"experts", fast(make_experts), METH_FASTCALL,
+     "experts(activation, shared, then kind, address, rows, columns, nbytes of gate, up and down of each expert) -> object"},
+    {"run_experts", fast(call_experts), METH_FASTCALL,
+     "run_experts(object, x, bfloat16, tokens, choices, wide, weights, each, shared_weights, out, out_stride, add, threads)"},
     {"isa", isa, METH_NOARGS, "the instruction set that runs"},
     {"set_isa", set_isa, METH_O, "run this one, None for the best; False where this CPU lacks it"},
     {nullptr, nullptr, 0, nullptr},

@@ -61,8 +61,9 @@ using ProductFunction = void (*)(const uint8_t* weight, size_t row_bytes, int64_
 // One row as float32, or rounded to bfloat16.
 using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, void* out, bool bfloat16);
 
-// What follows a gate's product in a gated MLP.
-enum Activation : int { SILU = 0, GELU_TANH = 1, RELU = 2 };
+// What follows a gate's product in a gated MLP, as transformers names them: gelu is by the error function, quick_gelu is
+// x * sigmoid(1.702 x), relu2 is relu's square.
+enum Activation : int { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3, QUICK_GELU = 4, RELU2 = 5, ACTIVATIONS = 6 };
 
 // Consecutive tokens of one head's keys and values, each token's numbers one after the other, of kind F32, F16 or BF16. Dimensions
 // are multiples of 16.
