@@ -5,32 +5,17 @@ dispatch.cpp chooses. Where there is no C++ compiler the package installs withou
 """
 
 import platform
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+ROOT = Path(__file__).resolve().parent
 FOLDER = "kernels/cpu"
-BINDINGS = ("module", "module_layer", "module_latent", "module_attention", "module_experts")
-SOURCES = (
-    "layer",
-    "bundle",
-    "attention_decode",
-    "attention_prefill",
-    "router",
-    "experts",
-    "linear",
-    "gemm",
-    "mla",
-    "pool",
-    "dispatch",
-    "isa_scalar",
-)
-HEADERS = (
-    "types", "formats", "generic", "simd", "fused", "table", "linear", "pool", "scratch", "bundle", "attention_decode", "router",
-    "layer", "arguments", "gemm", "wide_avx512", "tall_avx512", "gemm_avx512", "quantize_avx512", "latent", "latent_bfloat16", "mla",
-    "attention", "attention_lanes", "attention_operands", "attention_tiles", "experts",
-)  # fmt: skip
-ALSO_READ = (*(f"{name}.h" for name in HEADERS), "isa_avx2.cpp", "isa_avx512.cpp")
+FILES = sorted((ROOT / FOLDER).glob("*.cpp"))
+BINDINGS = [path.stem for path in FILES if path.stem.startswith("module")]
+SOURCES = [path.stem for path in FILES if not path.stem.startswith(("module", "isa_avx"))]
+ALSO_READ = sorted(path.name for path in (*(ROOT / FOLDER).glob("*.h"), *(ROOT / FOLDER).glob("isa_avx*.cpp")))
 COMMON = [
     "-std=c++17",
     "-O3",

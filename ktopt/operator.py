@@ -11,13 +11,16 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ktopt.graph import ITEM_BYTES, Module
 from ktopt.placement import Footprint, canonical_device, device_kind
+
+if TYPE_CHECKING:
+    from ktopt.plan import Step
 
 
 def option(
@@ -127,6 +130,7 @@ class OperatorSpec:
     lost             what is lost by using it here (NPU and XPU names): makes a warning
     footprint        bytes of one module under this config and dtype
     refuses          why it can't take this module under this config, or None
+    refuses_below    why it can't take this module over what a plan makes of those below it (their rows), or None
     says             what a plan has to say of this config: values that have no effect in this version ("" for nothing)
     """
 
@@ -145,6 +149,7 @@ class OperatorSpec:
     families: tuple[str, ...] = ()
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
+    refuses_below: Callable[[Module, Step, Sequence[Step]], str | None] | None = None
     says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))
 
     def fits(self, module: Module) -> bool:

@@ -183,9 +183,12 @@ class _StepCheck:
         if not spec.fits(module):
             roles = ", ".join(spec.roles)
             yield f"{spec.name} can't take it: it fits {roles}, and this is {module.role} ({module.cls.simple_name})"
-        elif reason := spec.refuses(module, config):
+        elif reason := spec.refuses(module, config) or self._refuses_below(spec, step, module):
             yield f"{spec.name} can't take it: {reason}"
         yield from _op_problems(spec, config, step)
+
+    def _refuses_below(self, spec: OperatorSpec, step: Step, module: Module) -> str | None:
+        return spec.refuses_below(module, step, self.plan.steps[module.index + 1 : module.end]) if spec.refuses_below else None
 
     def bytes(self, step: Step, module: Module) -> Iterator[str]:
         """Whether the bytes are the footprint. Tensors that keep their own dtype may have been counted in another model's: a model

@@ -79,6 +79,7 @@ def make_plan(ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: P
     """Compile matches to a plan. Findings go to `report`; errors found so far are kept in Plan.errors."""
     planner = _Planner(ruleset, graph, matches, options, report)
     steps = planner.steps()
+    planner.check_below(steps)
     planner.check_memory(steps)
     return Plan(
         model=ModelRef(graph.name, graph.model_type, graph.architectures, graph.digest, graph.config),
@@ -313,6 +314,24 @@ class _Planner:
             notes = (*step.notes, f"shares its {leaf} with {owner}")
             made[module.index] = step._replace(weight_bytes=max(0, step.weight_bytes - shared), notes=notes)
         return tuple(made)
+
+    def check_below(self, steps: tuple[Step, ...]) -> None:
+        """KT407: operators that can't stand over what the plan makes of the modules below theirs."""
+        refused: dict[tuple[int, str], list[str]] = {}
+        for module, step, decision in zip(self.graph.modules, steps, self.matches.decisions, strict=True):
+            if decision.rule is None or (refuses := self._ruling(decision).spec.refuses_below) is None:
+                continue
+            if reason := refuses(module, step, steps[module.index + 1 : module.end]):
+                refused.setdefault((decision.rule, reason.replace(step.path, "")), []).append(f"{step.path}: {reason}")
+        for (index, _), reasons in refused.items():
+            rule = self.ruleset.rules[index]
+            more = f", and {len(reasons) - 1} more alike" if len(reasons) > 1 else ""
+            self.report.error(
+                "KT407",
+                f"rule {rule.number}: {rule.replace.operator.name} can't take {reasons[0]}{more}",
+                rule.replace.origin,
+                help="narrow the match, or change what the rules make of the modules below",
+            )
 
     def check_memory(self, steps: tuple[Step, ...]) -> None:
         """KT504: weights that don't fit a device of the machine planned for, with the five largest items."""

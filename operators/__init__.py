@@ -13,6 +13,7 @@ DECLARATIONS = (
     "ktopt.operators.mlp",
     "ktopt.operators.rope",
     "ktopt.operators.attention",
+    "ktopt.operators.layer",
     "ktopt.operators.model",
     "ktopt.operators.ascend",
     "ktopt.operators.xpu",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import KtoptError, UsageError
@@ -167,3 +167,16 @@ def dequantize(weight: Blocks, out_RC: torch.Tensor, threads: int, first: int = 
     row_bytes = nbytes // weight.rows
     half = out_RC.element_size() == 2
     _needed().dequantize(kind, address + first * row_bytes, rows, columns, rows * row_bytes, out_RC.data_ptr(), half, threads)
+
+
+def layer_runner(description: dict[str, Any]) -> Callable[..., None]:
+    """A decoder layer as one call, from what module_layer.cpp reads: numbers, addresses of float32 vectors as (address, epsilon)
+    for norms, and lists of matrices as (*Blocks.call, first result, address of the bias or 0). What stands at the addresses must
+    outlive the runner.
+
+    The runner takes x address, B, S, cos address, sin address, whether these are the same for all sequences, the cache's type
+    number, keys address, values address, capacity, past tokens, address of the first tokens (int64) or 0, threads; x (B, S, H)
+    float32 is read and written. ValueError for what doesn't fit, OverflowError where float16 can't hold a key or a value.
+    """
+    extension = _needed()
+    return partial(extension.run_layer, extension.layer(description))

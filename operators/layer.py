@@ -1,0 +1,77 @@
+"""KDecoderLayer: a whole decoder layer as one operator over what its children are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ktopt.graph import Module
+from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
+from ktopt.placement import device_kind
+from ktopt.plan import Step
+from ktopt.registry import find
+
+_MODELING = "transformers.models.{0}.modeling_{0}.{1}DecoderLayer"
+LAYERS = frozenset(
+    _MODELING.format(package, name)
+    for package, name in (
+        ("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("qwen2_moe", "Qwen2Moe"),
+        ("qwen3_moe", "Qwen3Moe"), ("mixtral", "Mixtral"), ("gemma3", "Gemma3"), ("deepseek_v2", "DeepseekV2"),
+        ("deepseek_v3", "DeepseekV3"),
+    )
+)  # fmt: skip
+"""The layers whose forward the kernels compute."""
+RUN_BELOW = frozenset({"KTransformersLinear", "KTransformersExperts", "KTransformersExpertsV2"})
+"""Operators with an implementation whose weights the kernels can run on."""
+OPS_BELOW = frozenset({"KLinearCPUInfer", "KLinearTorch", "KExpertsCPU", "KExpertsTorch"})
+"""Their inner ops that it can run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(PlacedConfig):
+    """kwargs of KDecoderLayer."""
+
+    kv_dtype: Literal["float16", "bfloat16", "float32"] = option(
+        "float16", help="what keys and values are kept in; one beyond float16's 65504 is an error"
+    )
+
+
+def unknown_layer(module: Module, config: OperatorConfig) -> str | None:
+    if module.cls.name in LAYERS:
+        return None
+    known = ", ".join(sorted(name.rpartition(".")[2] for name in LAYERS))
+    return f"{module.path} is a {module.cls.simple_name}; KDecoderLayer computes {known}"
+
+
+def unfit_below(module: Module, step: Step, below: Sequence[Step]) -> str | None:
+    """Why a layer can't be one operator over what the plan makes of the modules below it."""
+    if device_kind(step.generate_device) != "cpu":
+        return f"it runs on the CPU, and the layer is on {step.generate_device}"
+    for child in below:
+        if child.generate_device != step.generate_device:
+            return f"{child.path} is on {child.generate_device}, and the layer on {step.generate_device}"
+        spec = find(child.operator)
+        if spec is None or (spec.implementation and spec.name not in RUN_BELOW):
+            return f"{child.path} becomes {child.operator}, which it can't run itself"
+        op = _running(child)
+        if op and op not in OPS_BELOW:
+            return f"{child.path} is computed by {op}, which it can't run itself"
+    return None
+
+
+def _running(step: Step) -> str:
+    asked = str(step.kwargs.get("generate_op", ""))
+    return step.runs.get(asked, (asked, ""))[0]
+
+
+operator(
+    "KDecoderLayer",
+    roles=("layer",),
+    implementation="ktopt.operators.modules.decoder_layer:KDecoderLayer",
+    summary="a decoder layer in one call of the CPU kernels, which run its children's weights: norms, products, rotation, cache, "
+    "attention and MLP; where a call asks for more, transformers' forward runs on the same children",
+    forward_changed=True,
+    refuses=unknown_layer,
+    refuses_below=unfit_below,
+)(LayerConfig)

@@ -1,0 +1,364 @@
+"""KDecoderLayer against transformers' own layers, on small random models in float32."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.auto import CONFIG_MAPPING
+
+import ktopt
+from ktopt.cache.growing import GrowingLayer, GrowingSlidingLayer, growing_layer
+from ktopt.diagnostics import KtoptError
+from ktopt.kernels import cpu
+from ktopt.operators.modules.masks import first_tokens
+from ktopt.source import SourceFile
+
+pytestmark = pytest.mark.skipif(not cpu.available()[0], reason="the CPU kernels were not built")
+
+RULES = """
+version: 1
+dtype: float32
+place: {cpu: "@**"}
+rules:
+  - {match: "@model.layers.*", replace: KDecoderLayer, kwargs: {kv_dtype: float32}}
+"""
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "attn_implementation": "sdpa",
+}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+TEXT = torch.randint(0, 96, (1, 23), generator=torch.Generator().manual_seed(3))
+
+
+def random_model(family: str, **changes):
+    config = CONFIG_MAPPING[family.split()[0]](**{**SHAPE, **FAMILIES[family], **changes})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+        if name.endswith("norm.weight") and "gemma" not in family:
+            parameter.data += 1
+    return model.requires_grad_(False)
+
+
+def fused(model, rules: str = RULES):
+    return ktopt.apply(SourceFile("rules.yaml", rules), copy.deepcopy(model))
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request):
+    """A random model and its fused counterpart."""
+    model = random_model(request.param)
+    return model, fused(model)
+
+
+def difference(a, b) -> float:
+    return float((a - b).abs().max())
+
+
+def assert_no_fallback(caplog):
+    assert not [r.message for r in caplog.records if "as transformers has it" in r.message]
+
+
+def test_a_prompt_and_each_token_after_it_give_transformers_logits(pair, caplog):
+    model, ours = pair
+    cache, theirs = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for piece in (TEXT[:, :9], TEXT[:, 9:10], TEXT[:, 10:11], TEXT[:, 11:17], *TEXT[:, 17:].split(1, dim=1)):
+        made, expected = ours(piece, cache=cache).logits, model(piece, cache=theirs).logits
+        assert difference(made, expected) < 2e-5
+    assert cache.get_seq_length() == 23
+    assert_no_fallback(caplog)
+
+
+def test_a_padded_batch_gives_transformers_logits(pair, caplog):
+    model, ours = pair
+    ids = torch.cat([TEXT, TEXT.flip(1), TEXT.roll(5, 1)])
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    mask[2, :15] = 0
+    cache, theirs = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for end in (20, 21, 22, 23):
+        start = cache.get_seq_length()
+        given = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, start:]}
+        made = ours(ids[:, start:end], cache=cache, **given).logits
+        expected = model(ids[:, start:end], cache=theirs, **given).logits
+        seen = mask[:, start:end].bool()
+        assert difference(made[seen], expected[seen]) < 2e-5
+    assert_no_fallback(caplog)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}, {"prompt_lookup_num_tokens": 3}],
+    ids=["greedy", "beams", "sampling", "lookup"],
+)
+def test_generate_makes_the_same_tokens(pair, options, caplog):
+    model, ours = pair
+    made = []
+    for each in (ours, model):
+        torch.manual_seed(5)
+        made.append(each.generate(TEXT, attention_mask=torch.ones_like(TEXT), max_new_tokens=14, pad_token_id=0, **options))
+    assert torch.equal(*made)
+    assert_no_fallback(caplog)
+
+
+def test_without_a_cache_a_text_gives_the_same_logits(pair):
+    model, ours = pair
+    assert difference(ours(TEXT, use_cache=False).logits, model(TEXT, use_cache=False).logits) < 2e-5
+
+
+def test_eager_masks_are_understood_too(caplog):
+    model = random_model("mistral", attn_implementation="eager")
+    assert difference(fused(model)(TEXT).logits, model(TEXT).logits) < 2e-5
+    assert_no_fallback(caplog)
+
+
+def test_a_long_prompt_goes_through_in_pieces_that_see_what_was_before():
+    model = random_model("llama", max_position_embeddings=2048)
+    ids = torch.randint(0, 96, (2, 1100))
+    assert difference(fused(model)(ids).logits, model(ids).logits) < 5e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_a_narrower_cache_costs_its_rounding(kv_dtype):
+    model = random_model("llama")
+    ours = fused(model, RULES.replace("kv_dtype: float32", f"kv_dtype: {kv_dtype}"))
+    cache = DynamicCache(config=model.config)
+    made = ours(TEXT, cache=cache).logits
+    assert cache.layers[0].keys.dtype is getattr(torch, kv_dtype)
+    assert 0 < difference(made, model(TEXT).logits) < {"float16": 2e-3, "bfloat16": 2e-2}[kv_dtype]
+
+
+def test_a_bfloat16_model_stays_one():
+    model = random_model("llama").bfloat16()
+    made = fused(model, RULES.replace("dtype: float32\n", "dtype: bfloat16\n", 1))(TEXT).logits
+    assert made.dtype is torch.bfloat16
+    assert difference(made.float(), model.float()(TEXT).logits) < 3e-2
+
+
+def test_keys_beyond_float16_are_an_error_that_says_what_to_do():
+    model = random_model("llama")
+    model.model.layers[1].self_attn.k_proj.weight.data *= 1e6
+    ours = fused(model, RULES.replace("float32}", "float16}"))
+    with pytest.raises(KtoptError, match=r"layer 1.*65504.*kv_dtype"):
+        ours(TEXT)
+    wide = fused(model)
+    assert difference(wide(TEXT).logits, model(TEXT).logits) < 1e-3
+
+
+def test_instruction_sets_and_threads_agree():
+    model = random_model("gemma3_text")
+    expected = model(TEXT).logits
+    ours, threads = fused(model), torch.get_num_threads()
+    try:
+        for name in cpu.isas():
+            cpu.use_isa(name)
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                assert difference(ours(TEXT).logits, expected) < 2e-5, (name, count)
+    finally:
+        cpu.use_isa(None)
+        torch.set_num_threads(threads)
+
+
+class TestFallingBack:
+    """Where the kernels can't do what is asked for, transformers' forward runs, and the log says why."""
+
+    @pytest.fixture(autouse=True)
+    def forget(self):
+        from ktopt.operators.modules import decoder_layer
+
+        decoder_layer._say.cache_clear()
+
+    def reasons(self, caplog):
+        return " ".join(r.message for r in caplog.records)
+
+    def test_for_gradients(self, caplog):
+        model = random_model("qwen2")
+        ours = fused(model)
+        embeddings = model.model.embed_tokens(TEXT).requires_grad_()
+        ours(inputs_embeds=embeddings).logits.sum().backward()
+        assert embeddings.grad.abs().sum() > 0
+        assert "gradient" in self.reasons(caplog)
+
+    def test_for_hooks_that_come_later_and_only_while_they_are_there(self, caplog):
+        ours = fused(random_model("llama"))
+        seen = []
+        handle = ours.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+        ours(TEXT)
+        assert len(seen) == 1
+        assert "hook" in self.reasons(caplog)
+        handle.remove()
+        ours(TEXT)
+        assert len(seen) == 1
+
+    def test_for_children_that_were_replaced(self):
+        model = random_model("llama")
+        ours = fused(model)
+        before = ours(TEXT).logits
+        for each in (model, ours):
+            each.model.layers[0].mlp.down_proj = torch.nn.Sequential(each.model.layers[0].mlp.down_proj, torch.nn.Sigmoid())
+        assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+        assert difference(ours(TEXT).logits, before) > 1e-3
+
+    def test_for_attention_that_is_asked_for(self):
+        model = random_model("llama", attn_implementation="eager")
+        ours = fused(model)
+        for _ in range(2):  # the second time transformers' hooks are there already
+            made, expected = ours(TEXT, output_attentions=True).attentions, model(TEXT, output_attentions=True).attentions
+            assert all(difference(a, b) < 1e-5 for a, b in zip(made, expected, strict=True))
+        assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+
+    def test_for_a_static_cache(self, caplog):
+        model = random_model("qwen3")
+        ours = fused(model)
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        assert difference(ours(TEXT, cache=cache).logits, model(TEXT).logits) < 2e-5
+        assert "StaticLayer" in self.reasons(caplog)
+
+    def test_for_a_mask_with_holes(self, caplog):
+        model = random_model("llama")
+        ours = fused(model)
+        mask = torch.tril(torch.ones(1, 1, 23, 23, dtype=torch.bool))
+        mask[..., 10:, 4] = False
+        assert difference(ours(TEXT, attention_mask=mask).logits, model(TEXT, attention_mask=mask).logits) < 2e-5
+        assert "more than causality" in self.reasons(caplog)
+
+
+def test_hidden_states_come_from_the_fused_layers(caplog):
+    model = random_model("gemma3_text")
+    ours = fused(model)
+    made, expected = (each(TEXT, output_hidden_states=True).hidden_states for each in (ours, model))
+    assert len(made) == 4
+    assert all(difference(a, b) < 2e-5 for a, b in zip(made, expected, strict=True))
+    assert_no_fallback(caplog)
+
+
+def test_weights_that_change_are_seen():
+    model = random_model("gemma3_text")
+    ours = fused(model)
+    ours(TEXT)
+    for each in (model, ours):
+        each.model.layers[0].input_layernorm.weight.data.mul_(0.5)
+        each.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(model.model.layers[0].self_attn.q_proj.weight * 2)
+    with torch.no_grad():
+        ours.model.layers[0].input_layernorm.weight.add_(0)
+        assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+
+
+def test_copies_and_pickles_run():
+    model = random_model("qwen3")
+    ours = fused(model)
+    ours(TEXT)
+    expected = ours(TEXT).logits
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        del_name = type(made.model.layers[0]).__name__
+        assert del_name == "KQwen3DecoderLayer"
+        assert torch.equal(made(TEXT).logits, expected)
+
+
+def test_another_modules_forward_is_refused_when_the_plan_is_applied():
+    model = random_model("llama")
+    model.model.layers[2].mlp.act_fn = torch.nn.Tanh()
+    with pytest.raises(KtoptError, match=r"layers\.2: .*no Tanh"):
+        fused(model)
+    model = random_model("llama")
+    model.model.layers[1].self_attn.o_proj.forward = lambda x: x
+    with pytest.raises(KtoptError, match=r"layers\.1"):
+        fused(model)
+
+
+def test_a_plan_refuses_a_child_elsewhere():
+    linear = "replace: KTransformersLinear, kwargs: {generate_op: KLinearTorch, generate_device: cuda}"
+    rules = RULES + f'  - {{match: "@model.layers.1.mlp.down_proj", {linear}}}\n'
+    plan = ktopt.compile(SourceFile("rules.yaml", rules), "llama-3.1-8b")
+    assert any("KT407" in error and "model.layers.1.mlp.down_proj is on cuda:0" in error for error in plan.errors)
+
+
+class TestGrowingLayers:
+    """The cache's layers answer as transformers' own do."""
+
+    def states(self, tokens, seed=0):
+        torch.manual_seed(seed)
+        return torch.randn(2, 3, tokens, 16), torch.randn(2, 3, tokens, 16)
+
+    @pytest.mark.parametrize("window", [0, 6])
+    def test_through_every_call(self, window):
+        config = CONFIG_MAPPING["gemma3_text"](
+            **SHAPE | {"sliding_window": 6, "layer_types": ["sliding_attention" if window else "full_attention"] * 3}
+        )
+        theirs, cache = DynamicCache(config=config), DynamicCache(config=config)
+        ours = growing_layer(cache, 0, None)
+        assert type(ours) is (GrowingSlidingLayer if window else GrowingLayer)
+        for step, tokens in enumerate((5, 1, 1, 1, 300, 1, 7)):
+            given = self.states(tokens, step)
+            assert theirs.layers[0].get_mask_sizes(tokens) == ours.get_mask_sizes(tokens)
+            for a, b in zip(ours.update(*given), theirs.update(*given, 0), strict=True):
+                assert torch.equal(a, b)
+            for call in ("get_seq_length", "get_max_length"):
+                assert getattr(ours, call)() == getattr(theirs.layers[0], call)()
+        order = torch.tensor([1, 0])
+        for each in (ours, theirs.layers[0]):
+            each.reorder_cache(order)
+            each.batch_repeat_interleave(2)
+            each.batch_select_indices(torch.tensor([0, 3, 1]))
+        given = tuple(s[:1].expand(3, -1, -1, -1) for s in self.states(2, 9))
+        for a, b in zip(ours.update(*given), theirs.update(*given, 0), strict=True):
+            assert torch.equal(a, b)
+
+    def test_cropping_takes_back_what_came_last(self):
+        ours = GrowingLayer()
+        keys, values = self.states(9)
+        ours.update(keys, values)
+        ours.crop(-4)
+        assert torch.equal(ours.keys, keys[:, :, :5])
+        assert torch.equal(ours.update(*self.states(1))[0][:, :, :5], keys[:, :, :5])
+
+    def test_a_window_that_has_moved_on_can_not_be_taken_back(self):
+        ours = GrowingSlidingLayer(4)
+        for step in range(600):
+            ours.update(*self.states(1, step))
+        ours.crop(-1)
+        with pytest.raises(RuntimeError, match="window of 4"):
+            ours.crop(-500)
+
+    def test_a_cache_in_use_is_taken_over(self):
+        cache = DynamicCache()
+        keys, values = self.states(5)
+        cache.update(keys, values, 0)
+        assert torch.equal(growing_layer(cache, 0, None).keys, keys)
+        assert type(cache.layers[0]) is GrowingLayer
+
+
+@pytest.mark.parametrize(
+    ("window", "past", "reason"),
+    [(0, 3, "more or fewer"), (4, 0, ""), (0, 0, "")],
+)
+def test_masks_that_cover_other_tokens_are_told(window, past, reason):
+    queries = 6
+    own = torch.arange(queries)
+    mask = own.view(-1, 1) >= own
+    if window:
+        mask &= own > own.view(-1, 1) - window
+    told = first_tokens(mask.view(1, 1, queries, queries), queries, past, window)
+    assert reason in told if reason else told == 0
+
+
+def test_nothing_is_logged_twice(caplog):
+    with caplog.at_level(logging.WARNING):
+        ours = fused(random_model("llama"))
+        cache = StaticCache(config=ours.config, max_cache_len=40)
+        ours(TEXT[:, :4], cache=cache)
+        ours(TEXT[:, 4:8], cache=cache)
+    assert len([r for r in caplog.records if "as transformers has it" in r.message]) <= 1
