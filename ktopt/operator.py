@@ -32,6 +32,7 @@ def option(
     op: bool = False,
     ignored: str = "",
     ignored_when: Callable[[Any], str] | None = None,
+    idle_when: Callable[[Any], str] | None = None,
     read_by: tuple[str, ...] = (),
     minimum: int | None = None,
     maximum: int | None = None,
@@ -45,6 +46,7 @@ def option(
     op        the value names one of the operator's inner ops
     ignored   accepted because upstream files carry it, but nothing reads it: why, in words
     ignored_when   of a value: why this value has no effect here, or "" where it has
+    idle_when      of a value that upstream's files rightly carry: why it has no effect in this version, or "" where it has
     read_by   the inner ops that read it, where not all do
     minimum, maximum   the least and the greatest value of a number
     """
@@ -55,6 +57,7 @@ def option(
         "op": op,
         "ignored": ignored,
         "ignored_when": ignored_when,
+        "idle_when": idle_when,
         "read_by": read_by,
         "minimum": minimum,
         "maximum": maximum,
@@ -295,13 +298,15 @@ def _idle(spec: OperatorSpec, config: OperatorConfig, given: Mapping[str, str]) 
             )
         elif readers and op is not None and op.needs:
             yield Problem(key, "idle", f"`{key}: {yaml_text(value)}` has no effect: {op.name} would read it, and {op.needs}")
+        elif (why := meta.get("idle_when")) and (reason := why(value)):
+            yield Problem(key, "idle", f"`{key}: {yaml_text(value)}` has no effect: {reason}")
 
 
 def without_effect(config: OperatorConfig) -> list[str]:
     """What a plan has to say of values that differ from the default and have no effect in this version, in field order."""
     said = []
     for f in dataclasses.fields(config):
-        value, why = getattr(config, f.name), f.metadata.get("ignored_when")
+        value, why = getattr(config, f.name), f.metadata.get("ignored_when") or f.metadata.get("idle_when")
         if why and value != f.default and (reason := why(value)):
             said.append(f"{f.name}: {yaml_text(value)} has no effect: {reason}")
     return said

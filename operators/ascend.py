@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ktopt.graph import Module
 from ktopt.operator import Op, OperatorConfig, operator, option
 from ktopt.operators.attention import LatentAttentionConfig, needs_latent
-from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, NO_CPU_KERNEL, ExpertsConfig, not_gated_and_fused
+from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, ExpertsConfig, not_gated_and_fused
 from ktopt.operators.linear import LINEAR_OPS, LinearConfig
 from ktopt.operators.mlp import MlpConfig
 from ktopt.operators.moe import MoeConfig
@@ -27,7 +27,9 @@ W8A8_OP = Op(
     counterpart="KLinearTorch",
     needs="Ascend kernels are not in this version",
 )
-CPU_W8A8_OP = Op("KExpertsCPUW8A8", ("cpu",), "KExpertsCPU fed from an NPU", counterpart="KExpertsTorch", needs=NO_CPU_KERNEL)
+CPU_W8A8_OP = Op(
+    "KExpertsCPUW8A8", ("cpu",), "KExpertsCPU fed from an NPU", counterpart="KExpertsCPU", needs="there is no NPU to be fed from"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,20 @@ from ktopt.operator import Op, OperatorConfig, PlacedConfig, operator, option
 from ktopt.operators.names import upstream_names
 from ktopt.placement import DEVICE_KINDS
 
-NO_CPU_KERNEL = "quantised CPU kernels are not in this version"
+NO_BACKWARD = "the CPU kernels have no backward pass"
+ONE_SET = (
+    "the kernels that run are chosen by the types in the weight file and by the CPU: blocks meet activations of 8 bits (by AVX512 "
+    "VNNI, AVX512, AVX2 or plain C++), numbers are multiplied as they are"
+)
 
 EXPERTS_OPS = (
     Op("KExpertsTorch", DEVICE_KINDS, "dequantised once to the plan's dtype, computed by grouped matrix products"),
     Op(
         "KExpertsCPU",
         ("cpu",),
-        "computed on the CPU from the weights as stored, by the kernel that `backend` names",
+        "computed on the CPU from the weights as their file stores them, GGUF blocks included, in one call of the CPU kernels; as "
+        "KExpertsTorch where those were not built",
         counterpart="KExpertsTorch",
-        needs=NO_CPU_KERNEL,
         formerly=("MLPCPUExperts",),
     ),
     Op(
@@ -35,7 +39,7 @@ EXPERTS_OPS = (
         ("cpu",),
         "KExpertsCPU with a backward pass, for fine-tuning",
         counterpart="KExpertsTorch",
-        needs=NO_CPU_KERNEL,
+        needs=NO_BACKWARD,
     ),
 )
 NO_PREFILL_OP = Op("None", DEVICE_KINDS, "no op of its own for prefill: generate_op does both")
@@ -53,7 +57,10 @@ class ExpertsConfig(PlacedConfig):
     )
     out_device: str | None = option(None, help="device of the result; by default the device of the input", device=True)
     backend: Backend = option(
-        "llamafile", help="KExpertsCPU: kernel that computes on the CPU", read_by=("KExpertsCPU", "KSFTExpertsCPU")
+        "llamafile",
+        help="KExpertsCPU: kernel that computes on the CPU",
+        idle_when=lambda backend: "" if backend == "llamafile" else ONE_SET,
+        read_by=("KExpertsCPU", "KSFTExpertsCPU"),
     )
 
 

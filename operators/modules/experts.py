@@ -1,4 +1,5 @@
-"""KTransformersExperts with KExpertsTorch: all experts of one layer in two grouped matrix products.
+"""KTransformersExperts with KExpertsTorch: all experts of one layer in two grouped matrix products. KExpertsCPU is in
+experts_cpu.py.
 
 Shapes: T tokens, K experts chosen for each, S = T * K rows (a token once for each of its experts), E experts, H hidden size,
 I intermediate size.
@@ -6,6 +7,7 @@ I intermediate size.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -16,7 +18,10 @@ from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
+from ktopt.kernels import cpu
 from ktopt.operators.experts import not_gated_and_fused
+
+log = logging.getLogger(__name__)
 
 OLDEST_GROUPED_CUDA = (8, 0)
 """The compute capability from which torch has a grouped product."""
@@ -80,12 +85,26 @@ class KTransformersExperts(nn.Module):
         """
         if isinstance(original, nn.ModuleList):
             return original
-        context.require_op("KExpertsTorch")
         reason = not_gated_and_fused(context.module, context.config) or computes_otherwise(original)
         if reason:
             raise KtoptError(f"{context.step.path}: KTransformersExperts can't replace these experts: {reason}")
+        chosen = cls
+        if context.op != "KExpertsCPU":
+            context.require_op("KExpertsTorch")
+        elif cpu_kernels():
+            from ktopt.operators.modules.experts_cpu import KExpertsCPU, kernel_activation
+
+            if kernel_activation(original.act_fn):
+                chosen = KExpertsCPU
+            else:
+                log.warning(
+                    "%s: KExpertsCPU gives way to KExpertsTorch, whose weights take more memory: there is no CPU kernel for the "
+                    "activation %s",
+                    context.step.path,
+                    type(original.act_fn).__name__,
+                )
         experts, hidden, intermediate = original.down_proj.shape
-        made = cls(
+        made = chosen(
             experts,
             hidden,
             intermediate,
@@ -104,14 +123,24 @@ class KTransformersExperts(nn.Module):
         every_E = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
         ends_E = torch.searchsorted(expert_S, every_E, right=True, out_int32=True)
 
-        rows_SH = hidden_states.index_select(0, order_S // chosen).to(self.down_proj.dtype)
-        gate_SI, up_SI = grouped_product(rows_SH, self.gate_up_proj, ends_E).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj
+        rows_SH = hidden_states.index_select(0, order_S // chosen).to(gate_up.dtype)
+        gate_SI, up_SI = grouped_product(rows_SH, gate_up, ends_E).chunk(2, dim=-1)
         rows_SH = grouped_product(self.act_fn(gate_SI) * up_SI, self.down_proj, ends_E)
 
         weighted_SH = rows_SH * top_k_weights.reshape(-1).index_select(0, order_S).unsqueeze(-1)
         by_token_SH = torch.empty_like(weighted_SH).index_copy_(0, order_S, weighted_SH)
         result_TH = by_token_SH.view(tokens, chosen, self.hidden_dim).sum(dim=1).to(hidden_states.dtype)
         return result_TH if self.out_device is None else result_TH.to(self.out_device)
+
+
+@cache
+def cpu_kernels() -> bool:
+    """Whether the CPU kernels are here; where not, says once that torch computes instead."""
+    there, reason = cpu.available()
+    if not there:
+        log.warning("KExpertsCPU gives way to KExpertsTorch, whose weights take more memory: %s", reason)
+    return there
 
 
 def computes_otherwise(original: nn.Module) -> str:
