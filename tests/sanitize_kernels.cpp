@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention.h"
 #include "linear.h"
 #include "mla.h"
 
@@ -90,9 +91,9 @@ bool check_latents(int kind, int64_t page_tokens, int64_t latent, int64_t rope, 
     const HeadMatrices by_rows = {Q8_0, kv_b.get(), latent, shape.nope, latent * 34};
     const HeadMatrices values = {Q8_0, kv_b.get() + shape.nope * row_bytes, shape.value, latent, head_bytes};
     std::vector<float> query(size_t(4 * heads * width), 0.5f), out(size_t(4 * heads * latent)), sums(size_t(4 * heads));
-    return latent_attention(shape, cache, rows, 4, query.data(), 0.1f, out.data(), sums.data(), threads) &&
-           absorbed_attention(shape, cache, rows, 4, query.data(), keys, values, 0.1f, out.data(), threads) &&
-           absorbed_attention(shape, cache, rows, 4, query.data(), by_rows, values, 0.1f, out.data(), threads);
+    return attend_latents(shape, cache, rows, 4, query.data(), 0.1f, out.data(), sums.data(), threads) &&
+           attend_absorbed(shape, cache, rows, 4, query.data(), keys, values, 0.1f, out.data(), threads) &&
+           attend_absorbed(shape, cache, rows, 4, query.data(), by_rows, values, 0.1f, out.data(), threads);
 }
 
 bool check_all_latents() {
@@ -101,6 +102,45 @@ bool check_all_latents() {
             for (int64_t heads : {1, 16, 21})
                 if (!check_latents(kind, page_tokens, 64, 32, heads, 1 + int(heads % 3))) {
                     std::printf("%s: latents of type %d, pages of %d\n", kernels().name, kind, int(page_tokens));
+                    return false;
+                }
+    return true;
+}
+
+// A prefill of 9 query heads on 3 in buffers of exactly its size: the scalar kernels' results, but for bfloat16's rounding.
+bool check_attention(int kind, int64_t key_dim, int64_t value_dim, int64_t tokens, int64_t first, int64_t start, int64_t window) {
+    const AttentionShape shape = {9, 3, key_dim, value_dim, 0.1f, window};
+    const int64_t bytes = layout_of(kind).bytes, keys = first + tokens;
+    std::normal_distribution<float> normal;
+    const auto numbers = [&](int64_t count) {
+        std::unique_ptr<uint8_t[]> made(new uint8_t[size_t(count * bytes)]);
+        for (int64_t i = 0; i < count; i++) {
+            const float x = normal(generator);
+            const uint16_t narrow = uint16_t(kind == F16 ? 0x3800 | (generator() & 0x83ff) : 0x3f00 | (generator() & 0x80ff));
+            std::memcpy(made.get() + i * bytes, kind == F32 ? static_cast<const void*>(&x) : &narrow, size_t(bytes));
+        }
+        return made;
+    };
+    const auto cache_keys = numbers(3 * keys * key_dim), cache_values = numbers(3 * keys * value_dim);
+    const KeyValues cache = {kind, cache_keys.get(), cache_values.get(), keys * key_dim * bytes, keys * value_dim * bytes};
+    std::vector<float> q(size_t(tokens * 9 * key_dim)), out(size_t(tokens * 9 * value_dim)), expected(out);
+    for (float& value : q) value = normal(generator);
+    if (refuses(shape, kind, tokens, first, start) != nullptr) return false;
+    const auto run = [&](std::vector<float>& to, int threads) {
+        return prefill_attention(shape, cache, q.data(), 9 * key_dim, tokens, first, start, to.data(), 9 * value_dim, threads);
+    };
+    const char* isa = kernels().name;
+    bool fine = run(out, 2) && set_isa("scalar") && run(expected, 1) && set_isa(isa);
+    for (size_t i = 0; i < out.size(); i++) fine = fine && std::fabs(out[i] - expected[i]) <= 0.1f;
+    return fine;
+}
+
+bool check_attentions() {
+    for (const int kind : {F32, F16, BF16})
+        for (const int64_t tokens : {1, 2, 17, 90})
+            for (const int64_t first : {0, 131})
+                if (!check_attention(kind, 24, 8, tokens, first, 0, 0) || !check_attention(kind, 64, 40, tokens, first, 5, 33)) {
+                    std::printf("%s: attention on type %d differs, %d tokens\n", kernels().name, kind, int(tokens));
                     return false;
                 }
     return true;
@@ -131,7 +171,7 @@ int main() {
             std::printf("%s: not on this CPU\n", isa);
             continue;
         }
-        if (!check_all() || !check_all_latents() || !check_threads()) return 1;
+        if (!check_all() || !check_attentions() || !check_all_latents() || !check_threads()) return 1;
         std::printf("%s: fine\n", isa);
     }
     return 0;
