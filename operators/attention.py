@@ -1,8 +1,10 @@
-"""Attention modules. In this version they are placed and computed by transformers' own attention."""
+"""Attention modules. Latent attention has an implementation of its own; in this version the others are placed, and computed by
+transformers' own attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
@@ -24,10 +26,6 @@ LATENT_ATTENTION = frozenset(
     }
 )  # fmt: skip
 """Simple names of the classes that hold multi-head latent attention (those with a kv_b_proj)."""
-
-
-def absorbed_by_transformers(value: object) -> str:
-    return "computed by transformers' attention; absorbed prefill is not in this version" if value else ""
 
 
 def is_latent(module: Module) -> bool:
@@ -60,14 +58,30 @@ class ChunkedAttentionConfig(PlacedConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig(ChunkedAttentionConfig):
-    """kwargs of KDeepseekV2Attention and its like."""
+DEFAULT_CHUNK_TOKENS = 8192
+"""Tokens of a prompt that latent attention takes at a time where nothing says otherwise."""
 
-    absorb_for_prefill: bool = option(
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(PlacedConfig):
+    """kwargs of KDeepseekV2Attention."""
+
+    chunk_size: int | None = option(
+        None,
+        help=f"tokens of a prompt that attention takes at a time, which bounds its memory; {DEFAULT_CHUNK_TOKENS} where it is null",
+        aliases=("chunck_size",),
+        minimum=1,
+    )
+    absorb_for_prefill: bool | Literal["auto"] = option(
         False,
-        help="fold kv_b_proj into the query and output projections in prefill too",
-        ignored_when=absorbed_by_transformers,
+        help="true: multiply queries and results by kv_b_proj instead of the context, also in prefill (least memory); false: "
+        "expand the context by tiles; auto: whatever takes fewer operations. Decoding is absorbed in any case",
+    )
+    page_size: int = option(64, help="tokens of a page of the latent cache", minimum=1)
+    decode_cache: Literal["latent", "expanded"] = option(
+        "latent",
+        help="what decoding reads: the latents, or keys and values of all heads that are kept beside them "
+        "(57 times the memory in DeepSeek-V3)",
     )
 
 
@@ -84,10 +98,10 @@ operator(
     "KDeepseekV2Attention",
     aliases=upstream_names("attention", "KDeepseekV2Attention"),
     roles=("attention",),
-    summary=SUMMARY,
+    implementation="ktopt.operators.modules.attention_mla:KDeepseekV2Attention",
+    summary="latent attention over a paged latent cache: absorbed in decoding, absorbed or expanded by tiles in prefill",
     upstream="latent attention with kv_b_proj absorbed in decoding, over a paged latent cache where FlashInfer or Triton ran",
     forward_changed=True,
-    reason=REASON,
     refuses=needs_latent,
     families=("deepseek_v2", "deepseek_v3"),
 )(LatentAttentionConfig)

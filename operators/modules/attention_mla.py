@@ -1,0 +1,331 @@
+"""KDeepseekV2Attention: latent attention of transformers' DeepSeek V2 and V3 over a paged latent cache, absorbed or expanded by tiles.
+
+It is the original's class with another forward (see mixing.py). Where a call asks for what isn't here (gradients, attention weights,
+a cache of another kind), the original's forward runs on the same children and the same cache, and the log says why, once for each
+reason.
+
+Legend: B sequences, S new tokens of each, N heads, P qk_nope, R qk_rope, L kv_lora_rank, V v_head_dim, W = L + R.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import cache, lru_cache
+from math import isqrt
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from ktopt.cache.growing import GrowingLayer
+from ktopt.cache.latent import LatentLayer, latent_layer
+from ktopt.diagnostics import KtoptError
+from ktopt.implementation import BuildContext
+from ktopt.kernels import cpu
+from ktopt.kernels.cpu import latent
+from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, LatentAttentionConfig
+from ktopt.operators.modules import tiled_attention as tiles
+from ktopt.operators.modules.latent_matrices import LatentMatrices
+from ktopt.operators.modules.masks import first_tokens
+from ktopt.operators.modules.mixing import Mixed, mix
+from ktopt.operators.modules.tiled_attention import Seen
+
+log = logging.getLogger(__name__)
+
+CACHE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FEW_QUERIES = 16
+"""Up to so many new tokens of a sequence count as decoding: the CPU kernel reads the cache for each few of them."""
+LEAST_QUERIES = 64
+EXPANDED_TOKENS = 1024
+"""Tokens that a cache for decoding (decode_cache: expanded) expands at a time."""
+
+
+class KDeepseekV2Attention(Mixed, nn.Module):
+    """What is mixed into the original's class. `settings` are the rule's kwargs."""
+
+    OWN = ("_matrices",)
+    settings: LatentAttentionConfig
+
+    @classmethod
+    def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
+        """The original's children under a class of its own; the original itself where its class computes more than DeepSeek's."""
+        if not hasattr(original, "kv_b_proj"):
+            raise KtoptError(f"{context.step.path} is a {type(original).__name__}, not multi-head latent attention: it has no kv_b_proj")
+        if not computes_as_deepseek(type(original)):
+            log.warning("%s is left as it is: %s computes more than DeepSeek's attention", context.step.path, type(original).__name__)
+            return original
+        if getattr(original.kv_b_proj, "bias", None) is not None:
+            raise KtoptError(f"{context.step.path}: kv_b_proj has a bias, which latent attention here doesn't know")
+        made = mix(cls, original)
+        made.settings = cast(LatentAttentionConfig, context.config)
+        return made  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states (B, S, hidden) to the same shape and dtype, and None for attention weights. Takes what the original takes."""
+        made = self._attention(hidden_states, **kwargs) if not args else "arguments given by position"
+        if isinstance(made, str):
+            _say(self.origin.__name__, made)
+            return self.origin.forward(self, hidden_states, *args, **kwargs)
+        return made, None
+
+    def _attention(
+        self,
+        x_BSH: torch.Tensor,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | str:
+        """The result, or why it can't be made here."""
+        if reason := self._unfit(x_BSH, position_embeddings, kwargs):
+            return reason
+        cache = cache if cache is not None else past_key_values
+        batch, queries, _ = x_BSH.shape
+        held = self._cache_layer(cache, batch)
+        if isinstance(held, str):
+            return held
+        past = held.get_seq_length()
+        mask = _as_4d(attention_mask, batch, queries, past + queries)
+        if isinstance(mask, str):
+            return mask
+        held.check_room(queries)
+        query_BSNH, latents_BSW = self._project(x_BSH, position_embeddings)
+        held.start(batch, self.kv_lora_rank, self.qk_rope_head_dim, latents_BSW.dtype, latents_BSW.device)
+        held.append(latents_BSW)
+        out_BSNV = self._by_kernel(query_BSNH, held, past, mask)
+        if out_BSNV is None:
+            out_BSNV = self._by_tiles(query_BSNH, held, Seen(past, mask))
+        result: torch.Tensor = self.o_proj(out_BSNV.flatten(2).to(x_BSH.dtype))
+        return result
+
+    def _unfit(self, x: torch.Tensor, position_embeddings: Any, kwargs: dict[str, Any]) -> str:
+        """Why this call can't be computed here, or ""."""
+        if isinstance(x, FakeTensor):
+            return "an input without numbers"
+        if x.requires_grad and torch.is_grad_enabled():
+            return "a gradient is asked for"
+        if self.training and self.attention_dropout:
+            return "dropout in training"
+        if kwargs.get("output_attentions") or position_embeddings is None:
+            return "attention weights are asked for" if kwargs.get("output_attentions") else "no position embeddings"
+        weight = self.kv_b_proj._parameters.get("weight")
+        if self.kv_b_proj._forward_hooks or self.kv_b_proj._forward_pre_hooks or (weight is not None and weight.device != x.device):
+            return "kv_b_proj is on another device, or has a hook"
+        return ""
+
+    def _cache_layer(self, cache: Any, batch: int) -> LatentLayer | str:
+        """The cache's layer, or one for this call alone."""
+        page = self.settings.page_size
+        held = LatentLayer(page) if cache is None else latent_layer(cache, self.layer_idx, page, None)
+        if held is None:
+            kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
+            return f"a cache of another kind ({kind})"
+        if held.is_initialized and held.batch != batch:
+            return f"a cache of {held.batch} sequences for {batch}"
+        return held
+
+    def _project(self, x_BSH: torch.Tensor, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries (B, S, N, P + R) and latents (B, S, W) of new tokens, both rotated."""
+        if self.q_lora_rank is None:
+            query = self.q_proj(x_BSH)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
+        query_BSNH = query.unflatten(-1, (self.num_heads, -1))
+        latents_BSW = self.kv_a_proj_with_mqa(x_BSH)
+        latent_BSL, key_BSR = latents_BSW.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+        nope, rope = query_BSNH.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+        interleaved = bool(getattr(self.config, "rope_interleave", False))
+        turned = [rotated(part, position_embeddings, interleaved) for part in (rope, key_BSR.unsqueeze(2))]
+        latents_BSW = torch.cat((self.kv_a_layernorm(latent_BSL), turned[1].squeeze(2)), dim=-1)
+        return torch.cat((nope, turned[0]), dim=-1), latents_BSW
+
+    @property
+    def matrices(self) -> LatentMatrices:
+        """kv_b_proj as attention reads it."""
+        made: LatentMatrices | None = self.__dict__.get("_matrices")
+        if made is None or made.projection is not self.kv_b_proj:
+            made = LatentMatrices(self.kv_b_proj, self.num_heads, self.qk_nope_head_dim, self.v_head_dim)
+            self.__dict__["_matrices"] = made
+        return made
+
+    def _by_kernel(
+        self, query_BSNH: torch.Tensor, held: LatentLayer, past: int, mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The result (B, S, N, V) by the CPU kernel; None where it isn't for it."""
+        batch, queries, heads, numbers = query_BSNH.shape
+        decoding = queries <= FEW_QUERIES and self.settings.decode_cache == "latent"
+        kind = CACHE_KINDS.get(held.dtype)  # type: ignore[arg-type]
+        if not decoding or not query_BSNH.is_cpu or kind is None or not cpu.available()[0]:
+            return None
+        blocks = self.matrices.blocks()
+        starts = 0 if mask is None else first_tokens(mask, queries, past, 0)
+        if blocks is None or isinstance(starts, str) or self.kv_lora_rank % 16 or self.qk_rope_head_dim % 2:
+            return None
+        rows_Q3 = _rows(batch, queries, past)
+        if isinstance(starts, torch.Tensor):
+            rows_Q3 = rows_Q3.clone()
+            rows_Q3[:, 1] = torch.minimum(starts.repeat_interleave(queries), rows_Q3[:, 2])
+        query_QNH = query_BSNH.reshape(batch * queries, heads, numbers).float().contiguous()
+        pool = held.pool.pages_GTW  # type: ignore[union-attr]
+        threads = torch.get_num_threads()
+        out = latent.absorbed_attention(query_QNH, pool, kind, held.table(), rows_Q3, *blocks, self.scaling, threads)
+        return out.view(batch, queries, heads, -1)
+
+    def _by_tiles(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen) -> torch.Tensor:
+        """The result (B, S, N, V) by torch, a chunk of queries after another."""
+        batch, queries, heads, _ = query_BSNH.shape
+        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
+        chunk = self.settings.chunk_size or DEFAULT_CHUNK_TOKENS
+        for first in range(0, queries, chunk):
+            part = query_BSNH[:, first : first + chunk]
+            end = seen.past + first + part.shape[1] if seen.mask is None else seen.past + queries
+            if part.shape[1] <= FEW_QUERIES and self.settings.decode_cache == "expanded":
+                self._expanded(part, self._expanded_cache(held), seen, first, end, out_BSNV)
+            elif self.absorbs(part.shape[1], end):
+                self._absorbed(part, held, seen, first, end, out_BSNV)
+            else:
+                self._expanded(part, held, seen, first, end, out_BSNV)
+        return out_BSNV
+
+    def absorbs(self, queries: int, context: int) -> bool:
+        """Whether so many queries on so many tokens are computed absorbed: as the rule says, or as takes fewer operations."""
+        choice = self.settings.absorb_for_prefill
+        if queries <= FEW_QUERIES or choice is True:
+            return True
+        return choice == "auto" and prefers_absorbed(
+            queries, context, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
+        )
+
+    def _steps(self, batch: int, queries: int, device: torch.device) -> tuple[int, int]:
+        """Queries and tokens of a tile."""
+        budget = tiles.TILE_SCORES.get(device.type, tiles.OTHER_SCORES) // (batch * self.num_heads)
+        step = min(queries, max(LEAST_QUERIES, isqrt(budget)))
+        return step, tiles.tile_tokens(batch, self.num_heads, step, device)
+
+    def _absorbed(
+        self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen, first: int, end: int, out_BSNV: torch.Tensor
+    ) -> None:
+        """A chunk of queries against the latents themselves: all heads share a tile's keys and values."""
+        batch, queries, _, _ = query_BSNH.shape
+        step, tokens = self._steps(batch, queries, query_BSNH.device)
+
+        def tile(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            latents_B1TW = held.latents(start, stop).unsqueeze(1).to(query_BSNH.dtype)
+            return latents_B1TW, latents_B1TW[..., : self.kv_lora_rank]
+
+        for at in range(0, queries, step):
+            part = query_BSNH[:, at : at + step].transpose(1, 2)
+            last = min(end, seen.past + first + at + part.shape[2]) if seen.mask is None else end
+            nope, rope = part.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+            absorbed = torch.cat((self.matrices.absorb(nope), rope), dim=-1)
+            found = tiles.attend(absorbed, tiles.in_tiles(last, tokens, tile), self.scaling, seen, first + at)
+            values_BNSV = self.matrices.values(found.to(query_BSNH.dtype))
+            out_BSNV[:, first + at : first + at + part.shape[2]] = values_BNSV.transpose(1, 2)
+
+    def _expanded(
+        self, query_BSNH: torch.Tensor, held: Any, seen: Seen, first: int, end: int, out_BSNV: torch.Tensor
+    ) -> None:
+        """A chunk of queries against keys and values that are expanded a tile at a time, for all of the chunk."""
+        batch, queries, _, _ = query_BSNH.shape
+        step, tokens = self._steps(batch, queries, query_BSNH.device)
+        parts = [query_BSNH[:, at : at + step].transpose(1, 2) for at in range(0, queries, step)]
+        sums = [tiles.Softmax() for _ in parts]
+        for start in range(0, end, tokens):
+            keys, values = self._tile(held, start, min(start + tokens, end), query_BSNH.dtype)
+            for number, (part, softmax) in enumerate(zip(parts, sums, strict=True)):
+                at = first + number * step
+                if seen.mask is None and start > seen.past + at + part.shape[2] - 1:
+                    continue
+                scores = (part @ keys.mT).float().mul_(self.scaling)
+                softmax.add(seen.hide(scores, at, start), values)
+        for number, softmax in enumerate(sums):
+            at = first + number * step
+            out_BSNV[:, at : at + parts[number].shape[2]] = softmax.result().transpose(1, 2)
+
+    def _tile(self, held: Any, start: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (B, N, T, P + R) and values (B, N, T, V) of tokens [start, end)."""
+        if isinstance(held, GrowingLayer):
+            return held.keys[:, :, start:end].to(dtype), held.values[:, :, start:end].to(dtype)
+        latent_BTL, rope_BTR = held.latents(start, end).to(dtype).split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+        nope, value = self.matrices.expand(latent_BTL).split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
+        keys_BTNH = torch.cat((nope, rope_BTR.unsqueeze(2).expand(-1, -1, self.num_heads, -1)), dim=-1)
+        return keys_BTNH.transpose(1, 2), value.transpose(1, 2)
+
+    def _expanded_cache(self, held: LatentLayer) -> GrowingLayer:
+        """Keys and values of all tokens, kept beside the latents and brought up to them."""
+        if held.expanded is None:
+            held.expanded = GrowingLayer()
+        done = held.expanded.past
+        for start in range(done, held.get_seq_length(), EXPANDED_TOKENS):
+            stop = min(start + EXPANDED_TOKENS, held.get_seq_length())
+            held.expanded.update(*self._tile(held, start, stop, held.dtype))  # type: ignore[arg-type]
+        return held.expanded
+
+
+def prefers_absorbed(queries: int, context: int, nope: int, rope: int, latent: int, value: int) -> bool:
+    """Whether absorbed attention takes fewer operations than expanded, of one head: queries and their results are multiplied by
+    W_UK and W_UV instead of the whole context, and each pair of query and token costs 2 L + R products instead of P + R + V."""
+    pairs = queries * (context - queries / 2)
+    matrix = latent * (nope + value)
+    return queries * matrix + pairs * (2 * latent + rope) < context * matrix + pairs * (nope + rope + value)
+
+
+def rotated(x_BSHR: torch.Tensor, embeddings: Any, interleaved: bool) -> torch.Tensor:
+    """x rotated as transformers' class of the model does, for its position embeddings: DeepSeek V2's are complex numbers and leave
+    pairs side by side, V3's are cos and sin, for halves, or for pairs of which all firsts come to stand before all seconds."""
+    if isinstance(embeddings, torch.Tensor):
+        pairs = torch.view_as_complex(x_BSHR.float().unflatten(-1, (-1, 2))) * embeddings.unsqueeze(2).to(x_BSHR.device)
+        return torch.view_as_real(pairs).flatten(-2).type_as(x_BSHR)
+    cos, sin = (each.unsqueeze(2) for each in embeddings)
+    half = x_BSHR.shape[-1] // 2
+    if interleaved:
+        cos, sin = cos[..., :half], sin[..., :half]
+        one, two = x_BSHR[..., 0::2], x_BSHR[..., 1::2]
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
+    return x_BSHR * cos + torch.cat((-x_BSHR[..., half:], x_BSHR[..., :half]), dim=-1) * sin
+
+
+@cache
+def computes_as_deepseek(cls: Any) -> bool:
+    """Whether a class's forward is that of transformers' DeepSeek V2 or V3 attention: inherited, or copied word for word."""
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    def code(owner: Any) -> Any:
+        made = inspect.unwrap(owner.forward).__code__
+        return made.co_code, made.co_names, made.co_varnames
+
+    return code(cls) in (code(DeepseekV2Attention), code(DeepseekV3Attention))
+
+
+@lru_cache(maxsize=64)
+def _rows(batch: int, queries: int, past: int) -> torch.Tensor:
+    """For the CPU kernel: each query's sequence, first token and end, int64 (B * S, 3)."""
+    with torch.inference_mode(False):
+        made = torch.zeros(batch, queries, 3, dtype=torch.int64)
+        made[:, :, 0] = torch.arange(batch).unsqueeze(1)
+        made[:, :, 2] = torch.arange(past + 1, past + queries + 1)
+        return made.view(-1, 3)
+
+
+def _as_4d(mask: Any, batch: int, queries: int, tokens: int) -> torch.Tensor | str | None:
+    """An attention mask as (B or 1, 1, S, tokens), None for causality alone, or why it can't be told so."""
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
+        return f"an attention mask of another kind ({type(mask).__name__})"
+    if mask.ndim == 2 and tuple(mask.shape) == (batch, tokens):  # padding alone
+        own = torch.arange(tokens - queries, tokens, device=mask.device)
+        causal = torch.arange(tokens, device=mask.device) <= own[:, None]
+        return causal & mask.bool()[:, None, None, :]
+    if mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2] == queries and mask.shape[3] == tokens:
+        return mask
+    return f"an attention mask of shape {list(mask.shape)}"
+
+
+@lru_cache(maxsize=256)
+def _say(name: str, reason: str) -> None:
+    log.warning("%s runs as transformers has it: %s", name, reason)

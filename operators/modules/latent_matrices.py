@@ -1,0 +1,88 @@
+"""What latent attention takes from kv_b_proj: context expanded to keys and values, or the two matrices that queries and results are
+multiplied by instead (W_UK and W_UV), from whatever the projection is stored as and without a second copy of it.
+
+Legend: B sequences, S queries, T tokens, N heads, P qk_nope_head_dim, V v_head_dim, L kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktopt.kernels import cpu
+from ktopt.kernels.cpu.latent import HeadBlocks
+
+
+class LatentMatrices:
+    """Reads one kv_b_proj (N * (P + V), L) in all the ways that attention needs it."""
+
+    def __init__(self, projection: nn.Module, heads: int, nope: int, value: int) -> None:
+        self.projection, self.heads, self.nope, self.value = projection, heads, nope, value
+        self._blocks: tuple[HeadBlocks, HeadBlocks] | None = None
+        self._owner: Any = None
+        self._made: torch.Tensor | None = None
+
+    def expand(self, latents_BTL: torch.Tensor) -> torch.Tensor:
+        """[k_nope; v] of each head: (B, T, N, P + V)."""
+        made: torch.Tensor = self.projection(latents_BTL)
+        return made.unflatten(-1, (self.heads, self.nope + self.value))
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """(N, P + V, L): a view of the weight where it is numbers of that dtype, else numbers made for this call."""
+        weight = getattr(self.projection, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.numel() == 0 or not weight.is_floating_point():
+            weight = self._from_products(dtype)
+        return weight.to(dtype).unflatten(0, (self.heads, self.nope + self.value))
+
+    def _from_products(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix of a projection that keeps only a packed form, read off its products with unit vectors: once, and kept."""
+        if self._made is None:
+            columns = self.projection.in_features
+            device = next((t.device for t in (*self.projection.parameters(), *self.projection.buffers())), None)
+            unit = torch.eye(columns, dtype=dtype, device=device)
+            self._made = self.projection(unit).T.contiguous()
+        return self._made
+
+    def absorb(self, query_BNSP: torch.Tensor) -> torch.Tensor:
+        """q_nope W_UK: (B, N, S, L)."""
+        keys_NPL = self.whole(query_BNSP.dtype)[:, : self.nope]
+        return _by_head(query_BNSP, keys_NPL)
+
+    def values(self, latents_BNSL: torch.Tensor) -> torch.Tensor:
+        """Weighted latents times W_UV: (B, N, S, V)."""
+        values_NVL = self.whole(latents_BNSL.dtype)[:, self.nope :]
+        return _by_head(latents_BNSL, values_NVL.mT)
+
+    def blocks(self) -> tuple[HeadBlocks, HeadBlocks] | None:
+        """W_UK and W_UV for the CPU kernels, as they are stored; None where the kernels can't take them."""
+        split = getattr(self.projection, "split", None)
+        if split is not None:
+            keys, values = split
+            return HeadBlocks(keys, keys.rows // self.heads, keys.rows // self.heads), HeadBlocks(values, self.value, self.value)
+        parts = getattr(self.projection, "parts", [])
+        if len(parts) == 1:
+            owner, both = parts[0][1], parts[0][1]
+        elif type(self.projection).forward is nn.Linear.forward or hasattr(self.projection, "parts"):
+            owner = self.projection._parameters.get("weight")
+            if owner is None or not owner.is_cpu or not owner.is_contiguous():
+                return None
+            both = None
+        else:
+            return None
+        if self._owner is not owner or self._blocks is None:
+            both = both or cpu.tensor_blocks(owner)
+            if both is None:
+                return None
+            step = self.nope + self.value
+            self._owner, self._blocks = owner, (HeadBlocks(both, self.nope, step), HeadBlocks(both, self.value, step, self.nope))
+        return self._blocks
+
+
+def _by_head(x_BNSI: torch.Tensor, matrices_NIO: torch.Tensor) -> torch.Tensor:
+    batch, heads, queries, _ = x_BNSI.shape
+    if batch == 1:
+        return (x_BNSI[0] @ matrices_NIO).unsqueeze(0)
+    x_NI = x_BNSI.transpose(0, 1).reshape(heads, batch * queries, -1)
+    return (x_NI @ matrices_NIO).view(heads, batch, queries, -1).transpose(0, 1)
