@@ -21,7 +21,7 @@ def build(cxx: str, sanitizer: str, folder: Path, setup: dict[str, Any]) -> Path
     """The program, built with setup.py's flags but little optimisation, so that it takes no minutes."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = [*setup["COMMON"], "-O1", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{ROOT / setup['FOLDER']}"]
-    files = [(name, f"{setup['FOLDER']}/{name}.cpp", []) for name in setup["SOURCES"]]
+    files = [(name, f"{setup['FOLDER']}/{name}.cpp", []) for name in setup["SOURCES"] if not name.startswith("module")]
     files += [(name, f"{setup['FOLDER']}/{source}", more) for name, (source, more) in setup["instruction_sets"]().items()]
     files.append(("main", "tests/sanitize_kernels.cpp", []))
     objects = []

@@ -87,7 +87,7 @@ bool check_latents(int kind, int64_t page_tokens, int64_t latent, int64_t rope, 
     if (refuses(shape, cache, &beyond, 1) == nullptr) return false;
     const auto kv_b = random_bytes(size_t(heads * per_head * latent) * 34 / 32);
     const int64_t row_bytes = latent / 32 * 34, head_bytes = per_head * row_bytes;
-    const HeadMatrices keys = {Q8_0, kv_b.get(), shape.nope, latent, head_bytes};
+    const HeadMatrices keys = {Q8_0, kv_b.get(), shape.nope, latent, head_bytes, true};
     const HeadMatrices by_rows = {Q8_0, kv_b.get(), latent, shape.nope, latent * 34};
     const HeadMatrices values = {Q8_0, kv_b.get() + shape.nope * row_bytes, shape.value, latent, head_bytes};
     std::vector<float> query(size_t(4 * heads * width), 0.5f), out(size_t(4 * heads * latent)), sums(size_t(4 * heads));

@@ -150,7 +150,7 @@ def test_absorbed_attention_is_expanded_attention(isa: str, form: str, kind: str
     query = torch.randn(len(ROWS), N, P + R)
     if form == "fused":
         both, kv_b = fused(kind)
-        keys, values = latent.HeadBlocks(both, P, P + V), latent.HeadBlocks(both, V, P + V, P)
+        keys, values = latent.HeadBlocks(both, P, P + V, transposed=True), latent.HeadBlocks(both, V, P + V, P)
     else:
         k_b, v_b, kv_b = split(kind)
         keys, values = latent.HeadBlocks(k_b, L, L), latent.HeadBlocks(v_b, V, V)
@@ -194,7 +194,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
     query = torch.randn(1, N, P + R)
     values = latent.HeadBlocks(both, V, P + V, P)
     for keys, heads in ((latent.HeadBlocks(both, P + 2, P + V), N), (latent.HeadBlocks(both, P, P + V, 80), N), (values, 4)):
-        with pytest.raises(ValueError, match=r"fit|isn't that of its pages"):
+        with pytest.raises(ValueError, match=r"fit|isn't that of its pages|at least 1"):
             latent.absorbed_attention(
                 query[:, :heads].contiguous(), stored, "F32", table(), torch.tensor([[0, 0, 5]]), keys, values, SCALE, 1
             )

@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class HeadBlocks:
     """One matrix (rows, columns) for each head, in stored blocks: head h's rows are `first` to `first` + rows of a piece of `step`
-    rows of `blocks`. So a fused kv_b_proj serves as both of its matrices without a copy."""
+    rows of `blocks`. So a fused kv_b_proj serves as both of its matrices without a copy. Vectors meet its rows, or where it is
+    `transposed` its columns."""
 
     blocks: Blocks
     rows: int
     step: int
     first: int = 0
+    transposed: bool = False
 
-    def call(self, heads: int) -> tuple[int, int, int, int, int, int]:
-        """What the extension takes: type number, address, rows, columns, bytes from first to last, bytes from head to head."""
+    def call(self, heads: int) -> tuple[int, int, int, int, int, int, int]:
+        """What the extension takes: type number, address, rows, columns, bytes in all, bytes from head to head, transposed."""
         kind, address, rows, columns, nbytes = self.blocks.call
         row_bytes = nbytes // rows
         if self.first + self.rows > self.step or heads * self.step != rows:
             raise ValueError(f"{heads} heads of {self.step} rows don't fit {rows} rows")
         reach = ((heads - 1) * self.step + self.rows) * row_bytes
-        return kind, address + self.first * row_bytes, self.rows, columns, reach, self.step * row_bytes
+        return kind, address + self.first * row_bytes, self.rows, columns, reach, self.step * row_bytes, self.transposed
 
 
 def _cache_call(cache_GTW: torch.Tensor, kind: str, table_SC: torch.Tensor, rows_Q3: torch.Tensor) -> tuple[int, ...]:
@@ -97,7 +99,8 @@ def absorbed_attention(
 ) -> torch.Tensor:
     """All that is between the projections: query (Q, N, P + R) float32, rotated, to (Q, N, V) float32.
 
-    `keys` is W_UK, for each head (L, P), or (P, L) as kv_b_proj holds it; `values` is W_UV (V, L). The rest is as above.
+    `keys` is W_UK, for each head (L, P), or (P, L) and transposed, as kv_b_proj holds it; `values` is W_UV (V, L). The rest is
+    as above.
     """
     import torch
 
@@ -105,7 +108,7 @@ def absorbed_attention(
     if query_QNH.dtype is not torch.float32 or not query_QNH.is_contiguous() or rows_Q3.shape[0] != queries:
         raise ValueError("the query must be float32, contiguous, with a row for each of its tokens")
     value, latent = values.rows, values.blocks.columns
-    nope = keys.rows if keys.blocks.columns == latent else keys.blocks.columns
+    nope = keys.rows if keys.transposed else keys.blocks.columns
     out = torch.empty(queries, heads, value)
     shape = (heads, nope, numbers - nope, latent, value)
     _needed().absorbed_attention(

@@ -286,13 +286,12 @@ bool attend_absorbed(const LatentShape& shape, const LatentCache& cache, const L
     float* sums = take_sums(shape, count, work);
     if (absorbed == nullptr || sums == nullptr) return false;
     const Kernels& isa = kernels();
-    const bool by_rows = keys.rows == shape.latent && keys.columns == shape.nope;
     const bool is_long = count * shape.heads * shape.nope * shape.latent >= LONG_NUMBERS;
     std::atomic<bool> done{true};
     run(shape.heads, threads, is_long, [&](int64_t head) {
         const float* x = query + head * head_numbers;
         float* to = absorbed + head * width;
-        const auto times = by_rows ? times_rows : times_columns;
+        const auto times = keys.transposed ? times_columns : times_rows;
         if (!times(isa, keys, head, x, in, count, to, shape.heads * width)) done = false;
         for (int64_t r = 0; r < count; r++)
             std::memcpy(to + r * shape.heads * width + shape.latent, x + r * in + shape.nope, size_t(shape.rope) * sizeof(float));

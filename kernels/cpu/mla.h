@@ -28,11 +28,13 @@ struct LatentRow {
     int64_t start, end;
 };
 
-// A matrix for each head: `rows` x `columns` each, head_bytes apart, in blocks of `kind`.
+// A matrix for each head: `rows` x `columns` each, head_bytes apart, in blocks of `kind`. Vectors meet its rows, or where it is
+// `transposed` its columns.
 struct HeadMatrices {
     int kind;
     const uint8_t* data;
     int64_t rows, columns, head_bytes;
+    bool transposed = false;
 };
 
 // Why this can't be computed, or null. The cache's numbers must be whole blocks, its page numbers must lie in the cache.
@@ -44,7 +46,7 @@ bool attend_latents(const LatentShape& shape, const LatentCache& cache, const La
                     float scale, float* out, float* log_sum, int threads);
 
 // Everything between the projections: query (count, heads, nope + rope), rotated, to out (count, heads, value). `keys` is W_UK, a
-// head's (latent, nope), or (nope, latent) as kv_b_proj has it; `values` is W_UV, a head's (value, latent). False: no memory.
+// head's (latent, nope), or (nope, latent) and transposed, as kv_b_proj has it; `values` is W_UV, (value, latent). False: no memory.
 bool attend_absorbed(const LatentShape& shape, const LatentCache& cache, const LatentRow* rows, int64_t count,
                         const float* query, const HeadMatrices& keys, const HeadMatrices& values, float scale, float* out,
                         int threads);

@@ -37,7 +37,7 @@ bool attention(const long long* n, LatentShape& shape, LatentCache& cache, std::
     return false;
 }
 
-// One matrix a head from (kind, address, rows, columns, nbytes, head_bytes), where nbytes reach from the first head's matrix to the
+// One matrix a head from (kind, address, rows, columns, nbytes, head_bytes, transposed), where nbytes reach from the first head's matrix to the
 // last one's end; false with an exception set where they don't fit.
 bool head_matrices(const long long* n, long long heads, HeadMatrices& out) {
     Matrix one;
@@ -48,7 +48,7 @@ bool head_matrices(const long long* n, long long heads, HeadMatrices& out) {
         return false;
     }
     if (!matrix(each, one)) return false;
-    out = {one.kind, one.data, one.rows, one.columns, head_bytes};
+    out = {one.kind, one.data, one.rows, one.columns, head_bytes, n[6] != 0};
     return true;
 }
 
@@ -78,7 +78,7 @@ PyObject* latent_attention(PyObject*, PyObject* const* given, Py_ssize_t count) 
 }
 
 PyObject* absorbed_attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    constexpr int MORE = 15;
+    constexpr int MORE = 17;
     long long n[ATTENTION_ARGUMENTS + MORE];
     LatentShape shape;
     LatentCache cache;
@@ -87,17 +87,18 @@ PyObject* absorbed_attention(PyObject*, PyObject* const* given, Py_ssize_t count
     if (count < 1 || !numbers("absorbed_attention", given, count - 1, ATTENTION_ARGUMENTS + MORE, n)) return nullptr;
     const double scale = PyFloat_AsDouble(given[count - 1]);
     if (PyErr_Occurred() || !attention(n, shape, cache, rows)) return nullptr;
-    const long long* rest = n + ATTENTION_ARGUMENTS;  // keys (6), values (6), query, out, threads
-    if (!head_matrices(rest, shape.heads, keys) || !head_matrices(rest + 6, shape.heads, values)) return nullptr;
-    const bool fit = (keys.rows == shape.latent && keys.columns == shape.nope) || (keys.rows == shape.nope && keys.columns == shape.latent);
-    if (!fit || values.rows != shape.value || values.columns != shape.latent || rest[12] == 0 || rest[13] == 0) {
+    const long long* rest = n + ATTENTION_ARGUMENTS;  // keys (7), values (7), query, out, threads
+    if (!head_matrices(rest, shape.heads, keys) || !head_matrices(rest + 7, shape.heads, values)) return nullptr;
+    const bool fit = keys.transposed ? keys.rows == shape.nope && keys.columns == shape.latent
+                                     : keys.rows == shape.latent && keys.columns == shape.nope;
+    if (!fit || values.rows != shape.value || values.columns != shape.latent || values.transposed || rest[14] == 0 || rest[15] == 0) {
         PyErr_SetString(PyExc_ValueError, "absorbed_attention: matrices, query or result don't fit the heads");
         return nullptr;
     }
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = attend_absorbed(shape, cache, rows.data(), int64_t(rows.size()), address<float>(rest[12]), keys, values,
-                                     float(scale), address<float>(rest[13]), int(rest[14]));
+    done = attend_absorbed(shape, cache, rows.data(), int64_t(rows.size()), address<float>(rest[14]), keys, values,
+                                     float(scale), address<float>(rest[15]), int(rest[16]));
     Py_END_ALLOW_THREADS
     if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;

@@ -25,7 +25,9 @@ GROWTH = 4
 class PagePool:
     """Memory of pages (G, T, W), and how many sequences hold each. It grows, unless `most_pages` bounds it."""
 
-    def __init__(self, width: int, page_tokens: int, dtype: torch.dtype, device: torch.device, most_pages: int | None = None) -> None:
+    def __init__(
+        self, width: int, page_tokens: int, dtype: torch.dtype, device: torch.device, most_pages: int | None = None
+    ) -> None:
         self.most_pages = most_pages
         self.pages_GTW = torch.empty(most_pages or 0, page_tokens, width, dtype=dtype, device=device)
         self._holders = [0] * (most_pages or 0)
@@ -69,7 +71,9 @@ class PagePool:
     def _grow(self, count: int) -> None:
         have, tokens, width = self.pages_GTW.shape
         if self.most_pages is not None:
-            raise KtoptError(f"the latent cache is full: it has {have} pages of {tokens} tokens, all taken, and {count} more are needed")
+            raise KtoptError(
+                f"the latent cache is full: it has {have} pages of {tokens} tokens, all taken, and {count} more are needed"
+            )
         grown = self.pages_GTW.new_empty(max(have + count, have + have // GROWTH), tokens, width)
         grown[:have] = self.pages_GTW
         self.pages_GTW = grown
@@ -89,11 +93,12 @@ class LatentLayer(DynamicLayer):
     attention wants them. A deep copy shares all pages.
     """
 
+    pool: PagePool | None = None
+
     def __init__(self, page_tokens: int = PAGE_TOKENS, dtype: torch.dtype | None = None, max_tokens: int | None = None) -> None:
         if page_tokens < 1 or (max_tokens is not None and (max_tokens < 1 or max_tokens % page_tokens)):
             raise KtoptError(f"page_size {page_tokens} doesn't divide the {max_tokens} tokens of the cache: take a divisor of it")
         self.page_tokens, self.max_tokens, self.dtype = page_tokens, max_tokens, dtype
-        self.pool: PagePool | None = None
         self.expanded: GrowingLayer | None = None
         self._held: list[list[int]] = []
         self._tokens = self._latent = 0
@@ -129,8 +134,8 @@ class LatentLayer(DynamicLayer):
         """KtoptError where so many more tokens are more than the cache may hold: to be called before any work."""
         if self.max_tokens is not None and self._tokens + tokens > self.max_tokens:
             raise KtoptError(
-                f"the latent cache holds {self.max_tokens} tokens: {self._tokens} are there, and {tokens} more are too many. Make it "
-                "larger, or shorten the prompt"
+                f"the latent cache holds {self.max_tokens} tokens: {self._tokens} are there, and {tokens} more are too many. Make "
+                "it larger, or shorten the prompt"
             )
 
     def append(self, latents_BSW: torch.Tensor) -> None:
@@ -168,7 +173,7 @@ class LatentLayer(DynamicLayer):
         first, size = start // self.page_tokens, self.page_tokens
         if self.batch == 1 and start < end:  # pages that lie together are read where they are
             pages = self._held[0][first : -(-end // size)]
-            if pages[-1] - pages[0] == len(pages) - 1 and all(b - a == 1 for a, b in zip(pages, pages[1:], strict=False)):
+            if pages == list(range(pages[0], pages[0] + len(pages))):
                 run_1NW = self.pool.pages_GTW[pages[0] : pages[-1] + 1].view(1, -1, self.pool.pages_GTW.shape[2])
                 return run_1NW[:, start - first * size : end - first * size]
         pages_BC = self.table()[:, first : -(-end // size)].long()
@@ -240,7 +245,9 @@ class LatentLayer(DynamicLayer):
         made = LatentLayer(self.page_tokens, self.dtype, self.max_tokens)
         if self.pool is not None:
             if self.max_tokens is not None:  # a bounded pool has no pages for two
-                made.start(self.batch, self._latent, self.pool.pages_GTW.shape[2] - self._latent, self.pool.pages_GTW.dtype, self.device)
+                made.start(
+                    self.batch, self._latent, self.pool.pages_GTW.shape[2] - self._latent, self.pool.pages_GTW.dtype, self.device
+                )
                 made.append(self.latents(0, self._tokens))
                 return made
             made.pool, made._latent, made.device, made.is_initialized = self.pool, self._latent, self.device, True

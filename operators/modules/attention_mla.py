@@ -1,8 +1,8 @@
-"""KDeepseekV2Attention: latent attention of transformers' DeepSeek V2 and V3 over a paged latent cache, absorbed or expanded by tiles.
+"""KDeepseekV2Attention: latent attention of DeepSeek V2 and V3 over a paged latent cache, absorbed or expanded by tiles.
 
-It is the original's class with another forward (see mixing.py). Where a call asks for what isn't here (gradients, attention weights,
-a cache of another kind), the original's forward runs on the same children and the same cache, and the log says why, once for each
-reason.
+It is the original's class with another forward (see mixing.py). Where a call asks for what isn't here (gradients, attention
+weights, a cache of another kind), the original's forward runs on the same children and the same cache, and the log says why, once
+for each reason.
 
 Legend: B sequences, S new tokens of each, N heads, P qk_nope, R qk_rope, L kv_lora_rank, V v_head_dim, W = L + R.
 """
@@ -52,9 +52,13 @@ class KDeepseekV2Attention(Mixed, nn.Module):
     def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
         """The original's children under a class of its own; the original itself where its class computes more than DeepSeek's."""
         if not hasattr(original, "kv_b_proj"):
-            raise KtoptError(f"{context.step.path} is a {type(original).__name__}, not multi-head latent attention: it has no kv_b_proj")
+            raise KtoptError(
+                f"{context.step.path} is a {type(original).__name__}, not multi-head latent attention: it has no kv_b_proj"
+            )
         if not computes_as_deepseek(type(original)):
-            log.warning("%s is left as it is: %s computes more than DeepSeek's attention", context.step.path, type(original).__name__)
+            log.warning(
+                "%s is left as it is: %s computes more than DeepSeek's attention", context.step.path, type(original).__name__
+            )
             return original
         if getattr(original.kv_b_proj, "bias", None) is not None:
             raise KtoptError(f"{context.step.path}: kv_b_proj has a bias, which latent attention here doesn't know")
@@ -63,7 +67,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         return made  # type: ignore[no-any-return]
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states (B, S, hidden) to the same shape and dtype, and None for attention weights. Takes what the original takes."""
+        """hidden_states (B, S, hidden) to the same shape and dtype, and None for weights. Takes what the original takes."""
         made = self._attention(hidden_states, **kwargs) if not args else "arguments given by position"
         if isinstance(made, str):
             _say(self.origin.__name__, made)
@@ -151,9 +155,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             self.__dict__["_matrices"] = made
         return made
 
-    def _by_kernel(
-        self, query_BSNH: torch.Tensor, held: LatentLayer, past: int, mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _by_kernel(self, query_BSNH: torch.Tensor, held: LatentLayer, past: int, mask: torch.Tensor | None) -> torch.Tensor | None:
         """The result (B, S, N, V) by the CPU kernel; None where it isn't for it."""
         batch, queries, heads, numbers = query_BSNH.shape
         decoding = queries <= FEW_QUERIES and self.settings.decode_cache == "latent"
@@ -225,9 +227,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             values_BNSV = self.matrices.values(found.to(query_BSNH.dtype))
             out_BSNV[:, first + at : first + at + part.shape[2]] = values_BNSV.transpose(1, 2)
 
-    def _expanded(
-        self, query_BSNH: torch.Tensor, held: Any, seen: Seen, first: int, end: int, out_BSNV: torch.Tensor
-    ) -> None:
+    def _expanded(self, query_BSNH: torch.Tensor, held: Any, seen: Seen, first: int, end: int, out_BSNV: torch.Tensor) -> None:
         """A chunk of queries against keys and values that are expanded a tile at a time, for all of the chunk."""
         batch, queries, _, _ = query_BSNH.shape
         step, tokens = self._steps(batch, queries, query_BSNH.device)

@@ -76,7 +76,8 @@ class LatentMatrices:
             if both is None:
                 return None
             step = self.nope + self.value
-            self._owner, self._blocks = owner, (HeadBlocks(both, self.nope, step), HeadBlocks(both, self.value, step, self.nope))
+            keys = HeadBlocks(both, self.nope, step, transposed=True)
+            self._owner, self._blocks = owner, (keys, HeadBlocks(both, self.value, step, self.nope))
         return self._blocks
 
 
