@@ -172,7 +172,6 @@ def test_devices_are_kept_in_one_spelling() -> None:
     ("name", "kwargs"),
     [
         ("flashinfer_attn", {"absorb_for_prefill": False}),
-        ("KDeepseekV2Attention", {"absorb_for_prefill": True}),
         ("KDeepseekV2Model", {"per_layer_prefill_intput_threshold": 1}),
         ("KQwen3MoeRMSNormW8A8", {"dump_enable": False}),
         ("KTransformersLinear", {"out_device": "cuda:0"}),
@@ -184,11 +183,8 @@ def test_a_kwarg_without_effect_is_said_and_accepted(name: str, kwargs: dict[str
     assert [p.kind for p in found] == ["ignored"]
 
 
-def test_a_plan_is_told_of_absorbed_prefill_and_layer_wise_prefill_only_where_asked_for() -> None:
-    attention, model = operator("KDeepseekV2Attention"), operator("KDeepseekV2Model")
-    assert attention.says(attention.config()) == ""
-    asked = attention.config(absorb_for_prefill=True)
-    assert attention.says(asked).endswith("computed by transformers' attention; absorbed prefill is not in this version")
+def test_a_plan_is_told_of_layer_wise_prefill_only_where_it_is_asked_for() -> None:
+    model = operator("KDeepseekV2Model")
     assert without_effect(model.config()) == []
     assert "layer-wise prefill is not in this version" in model.says(model.config(per_layer_prefill_input_threshold=8))
 
@@ -209,7 +205,8 @@ def test_defaults_are_upstreams() -> None:
         "precision": "sym_int4",
     }
     assert (experts.to_kwargs()["generate_op"], experts.to_kwargs()["prefill_op"]) == ("KExpertsCPU", "KExpertsTorch")
-    assert operator("KDeepseekV2Attention").config().to_kwargs()["chunk_size"] == 1000
+    assert operator("flashinfer_attn").config().to_kwargs()["chunk_size"] == 1000
+    assert operator("KDeepseekV2Attention").config().to_kwargs()["absorb_for_prefill"] is False
 
 
 # ops

@@ -124,7 +124,7 @@ def test_upstream_misspellings_of_kwargs_are_other_names_of_the_right_ones() -> 
     (kwargs("default", "generate_device: 'cuda:x'"), "KT501", 2, '"cuda:x" is not a device'),
     (kwargs("default", "generate_device: [cpu]"), "KT404", 2, "`generate_device` must be a string or null"),
     (kwargs("KDeepseekV2Model", "transfer_map: {30: gpu:1}"), "KT501", 2, 'transfer_map.30: "gpu:1" is not a device'),
-    (kwargs("KDeepseekV2Attention", "absorb_for_prefill: 'False'"), "KT404", 2, "must be true or false, not 'False'"),
+    (kwargs("KDeepseekV2Attention", "absorb_for_prefill: 'False'"), "KT404", 2, "must be true or false or 'auto', not 'False'"),
     (kwargs("KDeepseekV2Attention", "chunk_size: 1, chunck_size: 2"), "KT405", 2, "another spelling"),
     (kwargs("KTransformersLinear", "generate_op: QuantizedLinearMarlin"), "KT402", 2, "(did you mean"),
     (kwargs("KTransformersExperts", "generate_device: cuda, generate_op: KExpertsCPU"), "KT406", 2, "on cpu only, got cuda:0"),

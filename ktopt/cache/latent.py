@@ -94,6 +94,7 @@ class LatentLayer(DynamicLayer):
     """
 
     pool: PagePool | None = None
+    is_initialized: bool
 
     def __init__(self, page_tokens: int = PAGE_TOKENS, dtype: torch.dtype | None = None, max_tokens: int | None = None) -> None:
         if page_tokens < 1 or (max_tokens is not None and (max_tokens < 1 or max_tokens % page_tokens)):
@@ -268,7 +269,7 @@ def latent_layer(cache: Cache, index: int, page_tokens: int, dtype: torch.dtype 
     if cache.layer_class_to_replicate is DynamicLayer:
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
-    layer = cache.layers[index] if index < len(cache.layers) else None
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, LatentLayer):
         return layer
     if type(layer) is not DynamicLayer:

@@ -190,7 +190,7 @@ class KwargsReader:
         name = self.names[problem.key]
         hint = self.hints[name]
         text = node.value if isinstance(node, Scalar) and node.style and isinstance(node.value, str) else None
-        quoted_boolean = hint is bool and node is not None and unquoted_boolean(node) is not None
+        quoted_boolean = (hint is bool or bool in typing.get_args(hint)) and node is not None and unquoted_boolean(node) is not None
         quoted_number = hint is int and text is not None and text.removeprefix("-").isdecimal()
         if node is not None and text is not None and (quoted_boolean or quoted_number):
             return {"help": "remove the quotes", "fix": self.shape.rewrite("remove the quotes", node, text)}

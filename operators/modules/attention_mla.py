@@ -55,7 +55,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             raise KtoptError(
                 f"{context.step.path} is a {type(original).__name__}, not multi-head latent attention: it has no kv_b_proj"
             )
-        if not computes_as_deepseek(type(original)):
+        if not computes_as_deepseek(cast(Any, type(original))):
             log.warning(
                 "%s is left as it is: %s computes more than DeepSeek's attention", context.step.path, type(original).__name__
             )

@@ -23,6 +23,7 @@ class Softmax:
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
+        self._highest = self._total = torch.empty(0)
 
     def add(self, scores_BNST: torch.Tensor, values: torch.Tensor) -> None:
         """Take a tile: scores in float32, -inf where a token isn't seen, which are overwritten; values (B, N or 1, T, V)."""
