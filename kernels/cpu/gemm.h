@@ -6,8 +6,9 @@
 
 namespace ktopt {
 
-// From so many tokens on, unpacking a tile is worth it (AVX512 VNNI on Zen 5, all types alike).
-constexpr int64_t MANY_TOKENS = 5;
+// From so many tokens on, unpacking a tile is worth it (AVX512 VNNI on Zen 5, all types alike: at 2 tokens some types gain, at 3
+// all do).
+constexpr int64_t MANY_TOKENS = 3;
 
 // Whether many tokens of this type have a kernel of their own here. Where not, `product` goes token by token, and for hundreds of
 // tokens a caller who can should dequantise and use a library.

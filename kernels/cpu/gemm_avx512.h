@@ -94,13 +94,14 @@ void tall_tile(const Tall<GROUP>* tile, int64_t columns, float zero, const Activ
 
 // Unpacks 16 rows. Where the matrix has fewer, what is there is copied first, and the rest is zero.
 template <int kind>
-inline void unpack_half(const uint8_t* p, size_t row_bytes, int64_t rows, int blocks, Tall<Format<kind>::GROUP>& out, int half) {
+inline void unpack_half(const uint8_t* p, Rows& from, int64_t rows, int blocks, Tall<Format<kind>::GROUP>& out, int half) {
     constexpr int SPAN = Format<kind>::SPAN;
-    if (rows >= 16) return unpack_tall<kind>(p, row_bytes, blocks, out, half);
+    if (rows >= 16) return unpack_tall<kind>(p, from, blocks, out, half);
     alignas(64) uint8_t copy[16 * SPAN] = {};
     const size_t bytes = layout_of(kind).elements == 32 ? size_t(blocks) * layout_of(kind).bytes : size_t(SPAN);
-    for (int64_t r = 0; r < rows; r++) std::memcpy(copy + r * SPAN, p + r * row_bytes, bytes);
-    unpack_tall<kind>(copy, SPAN, blocks, out, half);
+    for (int64_t r = 0; r < rows; r++) std::memcpy(copy + r * SPAN, p + r * from.row_bytes, bytes);
+    Rows copied{SPAN, nullptr, nullptr};
+    unpack_tall<kind>(copy, copied, blocks, out, half);
 }
 
 template <int kind>
@@ -112,13 +113,15 @@ void tall_product(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t
     for (int64_t r = 0; r < rows; r += TALL_ROWS) {
         const int64_t here = rows - r < TALL_ROWS ? rows - r : TALL_ROWS;
         const auto there = __mmask32((uint64_t(1) << here) - 1);
+        const int64_t next = rows - r - here < TALL_ROWS ? rows - r - here : TALL_ROWS;
+        Rows from{row_bytes, weight + size_t(r + here) * row_bytes, weight + size_t(r + here + next) * row_bytes};
         for (int64_t run = 0, first = 0; run < runs; run++) {
             const int64_t end = blocks * (run + 1) / runs, last_column = end == blocks ? columns : 256 * end;
             for (int64_t b = first; b < end; b++) {
                 const uint8_t* p = weight + size_t(r) * row_bytes + size_t(b) * F::SPAN;
                 const int groups = columns - 256 * b < 256 ? int((columns - 256 * b) / 32) : 8;
-                unpack_half<kind>(p, row_bytes, here, groups, tile[b - first], 0);
-                unpack_half<kind>(p + 16 * row_bytes, row_bytes, here - 16, groups, tile[b - first], 1);
+                unpack_half<kind>(p, from, here, groups, tile[b - first], 0);
+                unpack_half<kind>(p + 16 * row_bytes, from, here - 16, groups, tile[b - first], 1);
             }
             tall_tile<F::GROUP, F::OFFSETS>(tile, last_column - 256 * first, F::ZERO, x + first, x_stride, tokens, out + r,
                                             out_stride, there, add || run > 0);

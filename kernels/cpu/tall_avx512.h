@@ -16,22 +16,37 @@ struct alignas(64) Tall {
     float offset[256 / GROUP][2][16];
 };
 
+// Rows that lie `row_bytes` apart. What is read next is asked for in good time: reading in 16 places at once is more than the
+// hardware foresees, and waits for memory at every line.
+struct Rows {
+    size_t row_bytes;
+    const uint8_t *ahead, *end;
+
+    inline void look_ahead() {
+        if (ahead >= end) return;
+        for (int line = 0; line < 5; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
+        ahead += 5 * 64;  // 256 bytes are read meanwhile, and scales
+    }
+};
+
 struct Four {
     __m512i at[4];
 };
 
 // 16 bytes at p of each of 16 rows: register j has bytes 4 j to 4 j + 3, a row a lane.
-inline Four turned(const uint8_t* p, size_t row_bytes) {
-    __m512i rows[4];  // row r is lane r / 4 of rows[r % 4]
+inline Four turned(const uint8_t* p, Rows& from) {
+    const size_t row_bytes = from.row_bytes;
+    from.look_ahead();
+    __m512i lines[4];  // row r is lane r / 4 of lines[r % 4]
     for (int i = 0; i < 4; i++) {
         const uint8_t* row = p + i * row_bytes;
-        rows[i] = _mm512_castsi128_si512(load16(row));
-        rows[i] = _mm512_mask_broadcast_i32x4(rows[i], 0x00f0, load16(row + 4 * row_bytes));
-        rows[i] = _mm512_mask_broadcast_i32x4(rows[i], 0x0f00, load16(row + 8 * row_bytes));
-        rows[i] = _mm512_mask_broadcast_i32x4(rows[i], 0xf000, load16(row + 12 * row_bytes));
+        lines[i] = _mm512_castsi128_si512(load16(row));
+        lines[i] = _mm512_mask_broadcast_i32x4(lines[i], 0x00f0, load16(row + 4 * row_bytes));
+        lines[i] = _mm512_mask_broadcast_i32x4(lines[i], 0x0f00, load16(row + 8 * row_bytes));
+        lines[i] = _mm512_mask_broadcast_i32x4(lines[i], 0xf000, load16(row + 12 * row_bytes));
     }
-    const __m512i low01 = _mm512_unpacklo_epi32(rows[0], rows[1]), high01 = _mm512_unpackhi_epi32(rows[0], rows[1]);
-    const __m512i low23 = _mm512_unpacklo_epi32(rows[2], rows[3]), high23 = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    const __m512i low01 = _mm512_unpacklo_epi32(lines[0], lines[1]), high01 = _mm512_unpackhi_epi32(lines[0], lines[1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(lines[2], lines[3]), high23 = _mm512_unpackhi_epi32(lines[2], lines[3]);
     return {{_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23), _mm512_unpacklo_epi64(high01, high23),
              _mm512_unpackhi_epi64(high01, high23)}};
 }
@@ -69,25 +84,25 @@ inline __m512i moved(__m512i x, int mask) {
     return masked(by >= 0 ? _mm512_slli_epi16(x, by >= 0 ? by : 0) : _mm512_srli_epi16(x, by < 0 ? -by : 0), mask);
 }
 
-// Numbers<kind>::unpack(p, row_bytes, blocks, put): put(k, x) for each k, from 256 numbers of 16 rows, or `blocks` blocks of 32.
+// Numbers<kind>::unpack(p, from, blocks, put): put(k, x) for each k, from 256 numbers of 16 rows, or `blocks` blocks of 32.
 template <int kind>
 struct Numbers;
 
-// A format in blocks of 32: one(p, row_bytes, x), where x are the eight registers of a block.
+// A format in blocks of 32: one(p, from, x), where x are the eight registers of a block.
 template <int kind, class One>
 struct Numbers32 {
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int blocks, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int blocks, Put put) {
         for (int b = 0; b < blocks; b++, p += layout_of(kind).bytes) {
             __m512i x[8];
-            One::one(p, row_bytes, x);
+            One::one(p, from, x);
             for (int j = 0; j < 8; j++) put(8 * b + j, x[j]);
         }
     }
 };
 
-inline void tall_nibbles(const uint8_t* p, size_t row_bytes, __m512i* x) {
-    const Four packed = turned(p, row_bytes);
+inline void tall_nibbles(const uint8_t* p, Rows& from, __m512i* x) {
+    const Four packed = turned(p, from);
     for (int j = 0; j < 4; j++) {
         x[j] = masked(packed.at[j], 15);
         x[4 + j] = moved<-4>(packed.at[j], 15);
@@ -106,28 +121,28 @@ inline void tall_fifth_bits(__m512i bits, __m512i* x) {
 }
 
 struct TallQ4_0 {
-    static inline void one(const uint8_t* p, size_t row_bytes, __m512i* x) { tall_nibbles(p + 2, row_bytes, x); }
+    static inline void one(const uint8_t* p, Rows& from, __m512i* x) { tall_nibbles(p + 2, from, x); }
 };
 struct TallQ4_1 {
-    static inline void one(const uint8_t* p, size_t row_bytes, __m512i* x) { tall_nibbles(p + 4, row_bytes, x); }
+    static inline void one(const uint8_t* p, Rows& from, __m512i* x) { tall_nibbles(p + 4, from, x); }
 };
 struct TallQ5_0 {
-    static inline void one(const uint8_t* p, size_t row_bytes, __m512i* x) {
-        const Four start = turned(p, row_bytes);  // the scale, the fifth bits, and numbers
-        tall_nibbles(p + 6, row_bytes, x);
+    static inline void one(const uint8_t* p, Rows& from, __m512i* x) {
+        const Four start = turned(p, from);  // the scale, the fifth bits, and numbers
+        tall_nibbles(p + 6, from, x);
         tall_fifth_bits(_mm512_or_si512(_mm512_srli_epi32(start.at[0], 16), _mm512_slli_epi32(start.at[1], 16)), x);
     }
 };
 struct TallQ5_1 {
-    static inline void one(const uint8_t* p, size_t row_bytes, __m512i* x) {
-        const Four start = turned(p, row_bytes);
-        tall_nibbles(p + 8, row_bytes, x);
+    static inline void one(const uint8_t* p, Rows& from, __m512i* x) {
+        const Four start = turned(p, from);
+        tall_nibbles(p + 8, from, x);
         tall_fifth_bits(start.at[1], x);
     }
 };
 struct TallQ8_0 {
-    static inline void one(const uint8_t* p, size_t row_bytes, __m512i* x) {
-        const Four low = turned(p + 2, row_bytes), high = turned(p + 18, row_bytes);
+    static inline void one(const uint8_t* p, Rows& from, __m512i* x) {
+        const Four low = turned(p + 2, from), high = turned(p + 18, from);
         for (int j = 0; j < 4; j++) {
             x[j] = _mm512_xor_si512(low.at[j], bytes(0x80));
             x[4 + j] = _mm512_xor_si512(high.at[j], bytes(0x80));
@@ -135,8 +150,8 @@ struct TallQ8_0 {
     }
 };
 struct TallIQ4_NL {
-    static inline void one(const uint8_t* p, size_t row_bytes, __m512i* x) {
-        tall_nibbles(p + 2, row_bytes, x);
+    static inline void one(const uint8_t* p, Rows& from, __m512i* x) {
+        tall_nibbles(p + 2, from, x);
         for (int j = 0; j < 8; j++) x[j] = iq4_levels(x[j]);
     }
 };
@@ -150,10 +165,10 @@ template <> struct Numbers<IQ4_NL> : Numbers32<IQ4_NL, TallIQ4_NL> {};
 
 template <> struct Numbers<IQ4_XS> {
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int, Put put) {
         for (int g = 0; g < 8; g++) {
             __m512i x[8];
-            tall_nibbles(p + 8 + 16 * g, row_bytes, x);
+            tall_nibbles(p + 8 + 16 * g, from, x);
             for (int j = 0; j < 8; j++) put(8 * g + j, iq4_levels(x[j]));
         }
     }
@@ -161,10 +176,10 @@ template <> struct Numbers<IQ4_XS> {
 
 template <> struct Numbers<Q4_K> {
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int, Put put) {
         for (int piece = 0; piece < 8; piece++) {
             __m512i x[8];
-            tall_nibbles(p + 16 + 16 * piece, row_bytes, x);
+            tall_nibbles(p + 16 + 16 * piece, from, x);
             const int k = 16 * (piece / 2) + 4 * (piece % 2);
             for (int j = 0; j < 4; j++) {
                 put(k + j, x[j]);
@@ -176,35 +191,35 @@ template <> struct Numbers<Q4_K> {
 
 template <> struct Numbers<Q5_K> {
     template <int c, class Put>
-    static inline void two_groups(const uint8_t* p, size_t row_bytes, const Four& high, int k, Put put) {
+    static inline void two_groups(const uint8_t* p, Rows& from, const Four& high, int k, Put put) {
         __m512i x[8];
-        tall_nibbles(p + 32 * c, row_bytes, x);
+        tall_nibbles(p + 32 * c, from, x);
         for (int j = 0; j < 4; j++) {
             put(16 * c + k + j, _mm512_or_si512(x[j], moved<4 - 2 * c>(high.at[j], 16)));
             put(16 * c + k + 8 + j, _mm512_or_si512(x[4 + j], moved<3 - 2 * c>(high.at[j], 16)));
         }
     }
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int, Put put) {
         for (int h = 0; h < 2; h++) {
-            const Four high = turned(p + 16 + 16 * h, row_bytes);
-            two_groups<0>(p + 48 + 16 * h, row_bytes, high, 4 * h, put);
-            two_groups<1>(p + 48 + 16 * h, row_bytes, high, 4 * h, put);
-            two_groups<2>(p + 48 + 16 * h, row_bytes, high, 4 * h, put);
-            two_groups<3>(p + 48 + 16 * h, row_bytes, high, 4 * h, put);
+            const Four high = turned(p + 16 + 16 * h, from);
+            two_groups<0>(p + 48 + 16 * h, from, high, 4 * h, put);
+            two_groups<1>(p + 48 + 16 * h, from, high, 4 * h, put);
+            two_groups<2>(p + 48 + 16 * h, from, high, 4 * h, put);
+            two_groups<3>(p + 48 + 16 * h, from, high, 4 * h, put);
         }
     }
 };
 
 template <> struct Numbers<Q6_K> {
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int, Put put) {
         for (int piece = 0; piece < 4; piece++) {
             const uint8_t* low = p + 64 * (piece / 2) + 16 * (piece % 2);
             __m512i first[8], second[8];
-            tall_nibbles(low, row_bytes, first);
-            tall_nibbles(low + 32, row_bytes, second);
-            const Four high = turned(p + 128 + 16 * piece, row_bytes);
+            tall_nibbles(low, from, first);
+            tall_nibbles(low + 32, from, second);
+            const Four high = turned(p + 128 + 16 * piece, from);
             const int k = 32 * (piece / 2) + 4 * (piece % 2);
             for (int j = 0; j < 4; j++) {
                 put(k + j, _mm512_or_si512(first[j], moved<4>(high.at[j], 0x30)));
@@ -218,8 +233,8 @@ template <> struct Numbers<Q6_K> {
 
 // Four registers of two-bit numbers, a shift apart each, of Q2_K and Q3_K.
 template <class Put>
-inline void tall_two_bits(const uint8_t* p, size_t row_bytes, int k, Put put) {
-    const Four packed = turned(p, row_bytes);
+inline void tall_two_bits(const uint8_t* p, Rows& from, int k, Put put) {
+    const Four packed = turned(p, from);
     for (int j = 0; j < 4; j++) {
         put(k + j, masked(packed.at[j], 3), j);
         put(k + 8 + j, moved<-2>(packed.at[j], 3), j);
@@ -230,19 +245,19 @@ inline void tall_two_bits(const uint8_t* p, size_t row_bytes, int k, Put put) {
 
 template <> struct Numbers<Q2_K> {
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int, Put put) {
         for (int piece = 0; piece < 4; piece++)
-            tall_two_bits(p + 16 + 16 * piece, row_bytes, 32 * (piece / 2) + 4 * (piece % 2),
+            tall_two_bits(p + 16 + 16 * piece, from, 32 * (piece / 2) + 4 * (piece % 2),
                           [&](int k, __m512i x, int) { put(k, x); });
     }
 };
 
 template <> struct Numbers<Q3_K> {
     template <class Put>
-    static inline void unpack(const uint8_t* p, size_t row_bytes, int, Put put) {
+    static inline void unpack(const uint8_t* p, Rows& from, int, Put put) {
         for (int piece = 0; piece < 4; piece++) {
-            const Four high = turned(p + 16 * (piece % 2), row_bytes);
-            tall_two_bits(p + 32 + 16 * piece, row_bytes, 32 * (piece / 2) + 4 * (piece % 2), [&](int k, __m512i x, int j) {
+            const Four high = turned(p + 16 * (piece % 2), from);
+            tall_two_bits(p + 32 + 16 * piece, from, 32 * (piece / 2) + 4 * (piece % 2), [&](int k, __m512i x, int j) {
                 const __mmask64 set = _mm512_test_epi8_mask(high.at[j], bytes(1 << (k / 8)));
                 put(k, _mm512_mask_add_epi8(x, set, x, bytes(4)));
             });
@@ -272,9 +287,9 @@ inline void tall_scales(const uint8_t* p, size_t row_bytes, int blocks, Tall<For
 
 // 256 numbers, or as many blocks of 32, of 16 rows into a half of a tile.
 template <int kind>
-inline void unpack_tall(const uint8_t* p, size_t row_bytes, int blocks, Tall<Format<kind>::GROUP>& out, int half) {
-    tall_scales<kind>(p, row_bytes, blocks, out, half);
-    Numbers<kind>::unpack(p, row_bytes, blocks, [&](int k, __m512i x) { _mm512_store_si512(out.u[k][half], x); });
+inline void unpack_tall(const uint8_t* p, Rows& from, int blocks, Tall<Format<kind>::GROUP>& out, int half) {
+    tall_scales<kind>(p, from.row_bytes, blocks, out, half);
+    Numbers<kind>::unpack(p, from, blocks, [&](int k, __m512i x) { _mm512_store_si512(out.u[k][half], x); });
 }
 
 }  // namespace
