@@ -1,8 +1,9 @@
-"""KLinearCPUInfer: a linear layer on the stored blocks of its weight, few tokens by the kernels and many by torch."""
+"""KLinearCPUInfer: a linear layer on the stored blocks of its weight, by the kernels or, where torch is faster, torch."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ PATH = "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture(autouse=True)
-def same_numbers() -> None:
+def same_numbers() -> Iterator[None]:
     torch.manual_seed(0)
+    yield
+    cpu.use_isa(None)
 
 
 class Stored:
@@ -78,9 +81,11 @@ def close(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, relative: 
     return bool((found - expected).norm() <= relative * expected.norm())
 
 
+@pytest.mark.parametrize("isa", ["best", "scalar"])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "BF16", "F32"])
 @pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1, 100])
-def test_few_tokens_and_many_give_the_product(kind: str, tokens: int) -> None:
+def test_few_tokens_and_many_give_the_product(kind: str, tokens: int, isa: str) -> None:
+    cpu.use_isa(None if isa == "best" else isa)
     source = Stored(2 * max(block_elements(kind), 64), (kind, ROWS))
     linear, x = made(source), torch.randn(1, tokens, source.weight.shape[1])
     assert linear(x).shape == (1, tokens, ROWS)
@@ -104,7 +109,23 @@ def test_parts_of_several_types_are_joined_and_the_bias_is_added(tokens: int) ->
     assert close(linear(x) - 1, x, source.weight)
 
 
+def test_many_tokens_stay_with_the_kernels_where_these_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("dequantised")
+
+    source, x = Stored(512, ("Q4_K", 17), ("Q8_0", 23)), torch.randn(100, 512)
+    linear = made(source)
+    if not all(cpu.takes_many(part) for _, part in linear.parts):
+        pytest.skip("this CPU has no kernels for many tokens")
+    monkeypatch.setattr(cpu, "dequantize", refuse)
+    assert close(linear(x), x, source.weight)
+    cpu.use_isa("scalar")
+    with pytest.raises(AssertionError, match="dequantised"):
+        linear(x)
+
+
 def test_tiles_cover_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.use_isa("scalar")
     monkeypatch.setattr("ktopt.operators.modules.linear_cpu.TILE_BYTES", 5000)
     source = Stored(512, ("Q4_K", 17), ("Q8_0", 23))
     x = torch.randn(30, 512)

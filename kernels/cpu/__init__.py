@@ -138,6 +138,13 @@ def product() -> Callable[..., None]:
     return function
 
 
+def takes_many(weight: Blocks) -> bool:
+    """Whether `linear` has a kernel of its own for many tokens of this type, on the instruction set that runs: faster at any number
+    of tokens than dequantising and torch's product (AVX512 VNNI, quantised types). Memory doesn't grow with the tokens then."""
+    fast: bool = _needed().has_product(weight.call[0])
+    return fast
+
+
 def linear(weight: Blocks, x_TC: torch.Tensor, out_TR: torch.Tensor, threads: int) -> None:
     """out = x @ weight.T, written into `out`, whose rows may lie further apart than `weight.rows` (a slice of a wider result).
 

@@ -1,6 +1,7 @@
 // The Python module ktopt.kernels.cpu._cpu: numbers and addresses in, no tensors. kernels/cpu/__init__.py is its caller, and sees
 // to it that addresses are those of buffers large enough; sizes of weights are checked here once more.
 #include "arguments.h"
+#include "gemm.h"
 
 namespace ktopt {
 
@@ -39,7 +40,7 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     Matrix weight;
     if (!numbers("linear", given, count, 11, n) || !matrix(n, weight)) return nullptr;
     const long long x = n[5], bfloat16 = n[6], tokens = n[7], out = n[8], out_stride = n[9], threads = n[10];
-    if (x == 0 || out == 0 || tokens < 1 || tokens > (1 << 16) || out_stride < weight.rows) {
+    if (x == 0 || out == 0 || tokens < 1 || tokens > INT64_MAX / 8 / weight.columns || out_stride < weight.rows) {
         PyErr_SetString(PyExc_ValueError, "linear: the activations or the result don't fit the matrix");
         return nullptr;
     }
@@ -73,6 +74,12 @@ PyObject* first_bad_row(PyObject*, PyObject* const* given, Py_ssize_t count) {
     row = ktopt::first_bad_row(weight, int(n[5]));
     Py_END_ALLOW_THREADS
     return PyLong_FromLongLong(row);
+}
+
+PyObject* has_product(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long kind;
+    if (!numbers("has_product", given, count, 1, &kind)) return nullptr;
+    return PyBool_FromLong(kind >= 0 && kind < KINDS && ktopt::has_product(int(kind)));
 }
 
 PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(ktopt::kernels().name); }
@@ -113,6 +120,7 @@ PyMethodDef methods[] = {
      "experts(activation, shared, then kind, address, rows, columns, nbytes of gate, up and down of each expert) -> object"},
     {"run_experts", fast(call_experts), METH_FASTCALL,
      "run_experts(object, x, bfloat16, tokens, choices, wide, weights, each, shared_weights, out, out_stride, add, threads)"},
+    {"has_product", fast(has_product), METH_FASTCALL, "has_product(kind): whether many tokens have a kernel of their own now"},
     {"isa", isa, METH_NOARGS, "the instruction set that runs"},
     {"set_isa", set_isa, METH_O, "run this one, None for the best; False where this CPU lacks it"},
     {nullptr, nullptr, 0, nullptr},

@@ -1,7 +1,8 @@
 """KTransformersLinear with KLinearCPUInfer: a weight used as its file stores it, by the CPU kernels.
 
-Few tokens go through a kernel that reads the stored blocks; for more than FEW_TOKENS, a tile of rows at a time is dequantised and
-torch multiplies. A storage type without a kernel is dequantised at load, and computed as KLinearTorch does.
+The kernels read the stored blocks. Where they have no way of their own for many tokens (floating-point types, and CPUs without
+AVX512 VNNI), from FEW_TOKENS on a tile of rows at a time is dequantised and torch multiplies. A storage type without a kernel is
+dequantised at load, and computed as KLinearTorch does.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from ktopt.weights.packed import joint_axis
 log = logging.getLogger(__name__)
 
 FEW_TOKENS = 20
-"""Up to so many tokens the kernels are faster than dequantising a tile and torch's product (measured with AVX512 VNNI on 2 cores,
-576 to 2048 inputs)."""
+"""Up to so many tokens a kernel that goes token by token is faster than dequantising a tile and torch's product (measured on 2
+cores, 576 to 2048 inputs)."""
 TILE_BYTES = 4 << 20
 """What a tile takes: it should stay in the cache between being written and being read."""
 
@@ -43,8 +44,8 @@ class KLinearCPUInfer(KTransformersLinear):
     """y = x W^T + b. The weight is in the blocks of a file, mapped, or a parameter of a floating-point dtype.
 
     x may have any floating dtype; the result has x's. Sums are in float32. The kernels round activations to 8 bits (see
-    kernels/cpu), and with many tokens both sides are rounded to bfloat16 where the CPU multiplies that; a weight without blocks in
-    float32 is multiplied in float32. Where x asks for a gradient, torch computes, and x gets it. `weight` reads as a fresh
+    kernels/cpu); where torch multiplies, both sides are rounded to bfloat16 if the CPU multiplies that, and a weight without blocks
+    in float32 is multiplied in float32. Where x asks for a gradient, torch computes, and x gets it. `weight` reads as a fresh
     dequantised tensor where the weight is in blocks: meant for code that asks for its dtype, and slow.
     """
 
@@ -84,8 +85,10 @@ class KLinearCPUInfer(KTransformersLinear):
         """x (..., in_features) to (..., out_features), in x's dtype."""
         tokens = x.numel() // self.in_features
         parts = self.parts or self._weight_as_parts()
-        if not parts or not 0 < tokens <= FEW_TOKENS or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
-            return self._many(x)
+        if not parts or tokens == 0 or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+            return self._by_torch(x)
+        if tokens > FEW_TOKENS and not all(cpu.takes_many(part) for _, part in parts):
+            return self._by_torch(x)
         x_TC = x if x.dtype is torch.float32 or x.dtype is torch.bfloat16 else x.float()
         x_TC = x_TC.contiguous()
         out_TR = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
@@ -104,7 +107,7 @@ class KLinearCPUInfer(KTransformersLinear):
             out_TR += self.bias
         return out_TR if x.dtype is torch.float32 else out_TR.to(x.dtype)
 
-    def _many(self, x: torch.Tensor) -> torch.Tensor:
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         """The product by torch, in the dtype that suits: a tile of rows after another where the weight is in blocks."""
         if not self.parts:
             return super().forward(x)
