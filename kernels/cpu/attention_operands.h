@@ -16,6 +16,8 @@ inline void with_kind(int kind, Function f) {
     if (kind == BF16) f(std::integral_constant<int, BF16>());
 }
 
+// DEPTH numbers make an element, a cache of kind NATIVE has its keys as elements already, and POWER are the coefficients of a
+// polynomial that is 2^x from -1/2 to 1/2, from the highest to 1.
 struct Numbers {
     static constexpr int DEPTH = 1, NATIVE = F32;
     using Floats = Lanes::Floats;
@@ -45,16 +47,7 @@ struct Numbers {
         keys(kind, from, rows, dim, out);
     }
 
-    // 2^x for -127 <= x <= 0, to 1e-7 of it; 1 of 0 and 0 of -127 exactly.
-    static inline Floats power(Floats x) {
-        const Floats n = Lanes::add(x, Lanes::all(12582912.0f));  // its low bits are x rounded to nearest
-        const Floats f = Lanes::subtract(x, Lanes::subtract(n, Lanes::all(12582912.0f)));
-        Floats p = Lanes::multiply_add(Lanes::all(1.3264727e-3f), f, Lanes::all(9.671513e-3f));
-        p = Lanes::multiply_add(p, f, Lanes::all(5.5507336e-2f));
-        p = Lanes::multiply_add(p, f, Lanes::all(2.4022242e-1f));
-        p = Lanes::multiply_add(p, f, Lanes::all(6.93147e-1f));
-        return Lanes::scaled(Lanes::multiply_add(p, f, Lanes::all(1.0f)), n);
-    }
+    static constexpr float POWER[] = {1.3264727e-3f, 9.671513e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.93147e-1f, 1};  // to 1e-7
 };
 
 #if defined(__AVX512BF16__)
@@ -118,15 +111,7 @@ struct Pairs {
         });
     }
 
-    // To 3e-6, which is far less than what rounding to bfloat16 takes.
-    static inline Floats power(Floats x) {
-        const Floats n = Lanes::add(x, Lanes::all(12582912.0f));
-        const Floats f = Lanes::subtract(x, Lanes::subtract(n, Lanes::all(12582912.0f)));
-        Floats p = Lanes::multiply_add(Lanes::all(9.582853e-3f), f, Lanes::all(5.5906426e-2f));
-        p = Lanes::multiply_add(p, f, Lanes::all(2.40241e-1f));
-        p = Lanes::multiply_add(p, f, Lanes::all(6.931241e-1f));
-        return Lanes::scaled(Lanes::multiply_add(p, f, Lanes::all(1.0f)), n);
-    }
+    static constexpr float POWER[] = {9.582853e-3f, 5.5906426e-2f, 2.40241e-1f, 6.931241e-1f, 1};  // to 3e-6: bfloat16 has 4e-3
 };
 
 using Operand = Pairs;

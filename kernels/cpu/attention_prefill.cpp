@@ -10,7 +10,7 @@ namespace ktopt {
 namespace {
 
 constexpr int64_t PARTS_A_THREAD = 8;  // enough that threads finish together
-constexpr int64_t LONG_WORK = 1 << 20;  // products, above which it is worth waking threads
+constexpr double LONG_WORK = 1 << 20;  // products, above which it is worth waking threads
 constexpr int64_t LARGEST_DIM = 1 << 12;
 
 int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -64,7 +64,7 @@ bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, cons
     const int64_t group = shape.heads / shape.kv_heads, rows = tokens * group;
     const int64_t tiles = divided(rows, isa.prefill_rows);
     Job job;
-    job.tiles = std::clamp<int64_t>(tiles * shape.kv_heads / (threads * PARTS_A_THREAD), 1, MOST_TILES);
+    job.tiles = std::clamp<int64_t>(tiles * shape.kv_heads / (std::max(threads, 1) * PARTS_A_THREAD), 1, MOST_TILES);
     job.tile_rows = isa.prefill_rows;
     job.block_rows = job.tiles * job.tile_rows;
     job.blocks = divided(tiles, job.tiles);
@@ -73,7 +73,7 @@ bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, cons
     job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr};
     const int64_t seen = std::min(first + tokens, shape.window == 0 ? first + tokens : shape.window);
     run_parts([](void* job, int64_t part) { static_cast<Job*>(job)->part(part); }, &job, job.blocks * shape.kv_heads, threads,
-              rows * shape.kv_heads * seen * (shape.key_dim + shape.value_dim) > LONG_WORK);
+              double(rows * shape.kv_heads) * double(seen * (shape.key_dim + shape.value_dim)) > LONG_WORK);
     return job.done;
 }
 

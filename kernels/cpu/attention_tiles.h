@@ -5,6 +5,8 @@
 // of each in all lanes, times the tile's lanes.
 #pragma once
 
+#include <iterator>
+
 #include "attention.h"
 #include "attention_operands.h"
 
@@ -96,8 +98,14 @@ inline void score(const Tile& tile, const Block& block, int64_t elements, int64_
     for (int v = 0; v < V; v++) Lanes::store(maxima + v * Lanes::COUNT, best[v]);
 }
 
+// 2^(score - largest), 1 of equal ones and 0 of what lies 127 apart or more, both exactly. NaN stays NaN.
 inline Floats weight(Floats score, Floats largest) {
-    return Operand::power(Lanes::larger(Lanes::all(-127.0f), Lanes::subtract(score, largest)));
+    const Floats x = Lanes::larger(Lanes::all(-127.0f), Lanes::subtract(score, largest)), shift = Lanes::all(12582912.0f);
+    const Floats n = Lanes::add(x, shift), rest = Lanes::subtract(x, Lanes::subtract(n, shift));  // n's low bits: x rounded
+    Floats power = Lanes::all(Operand::POWER[0]);
+#pragma GCC unroll 8
+    for (size_t i = 1; i < std::size(Operand::POWER); i++) power = Lanes::multiply_add(power, rest, Lanes::all(Operand::POWER[i]));
+    return Lanes::scaled(power, n);
 }
 
 // Scores of keys [from, to) become weights, in place, DEPTH keys to an element at row key / DEPTH. `maxima` become what the sums so
