@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "gemm.h"
 #include "mla.h"
 
@@ -170,6 +171,45 @@ bool check_attentions() {
     return true;
 }
 
+// A layer of experts of one type, with a shared one; any number of threads gives the same bits.
+bool check_experts(int kind, int64_t hidden, int64_t inner, int64_t tokens, int64_t each) {
+    std::vector<std::unique_ptr<uint8_t[]>> memory;
+    const auto matrix = [&](int64_t rows, int64_t columns) {
+        const Layout layout = layout_of(kind);
+        memory.push_back(random_bytes(size_t(rows * (columns / layout.elements) * layout.bytes)));
+        return Matrix{kind, memory.back().get(), rows, columns};
+    };
+    const auto expert = [&](int64_t size) { return Expert{matrix(size, hidden), matrix(size, hidden), matrix(hidden, size)}; };
+    const Experts experts{SILU, {expert(inner), expert(inner), expert(inner)}, true, expert(2 * inner)};
+    std::vector<float> x(size_t(tokens * hidden), 0.25f), weights(size_t(tokens * each), 0.5f), share(size_t(tokens), 0.5f);
+    std::vector<int32_t> chosen(weights.size());
+    for (int32_t& number : chosen) number = int32_t(generator() % 3);
+    const Hidden given{tokens, x.data(), false, nullptr};
+    const Choices choices{each, chosen.data(), false, weights.data(), share.data()};
+    std::vector<float> out[2];
+    for (int i = 0; i < 2; i++) {
+        out[i].resize(x.size());
+        if (run_experts(experts, given, choices, out[i].data(), hidden, i == 1, 1 + 2 * i).status != ExpertsResult::DONE) return false;
+    }
+    if (std::memcmp(out[0].data(), out[1].data(), out[0].size() * sizeof(float)) != 0) return false;
+    if (chosen.empty()) return true;
+    chosen.back() = 3;
+    const ExpertsResult result = run_experts(experts, given, choices, out[0].data(), hidden, false, 2);
+    return result.status == ExpertsResult::NO_SUCH_EXPERT && result.place == int64_t(chosen.size()) - 1;
+}
+
+bool check_all_experts() {
+    for (int kind : {int(F32), int(BF16), int(Q4_0), int(Q8_0), int(Q4_K), int(Q6_K)}) {
+        const int64_t block = layout_of(kind).elements, size = block == 1 ? 9 : block;
+        for (int64_t tokens : {1, 3, 20, 70})
+            if (!check_experts(kind, 2 * size, 3 * size, tokens, tokens % 3)) {
+                std::printf("%s: experts of type %d differ, %d tokens\n", kernels().name, kind, int(tokens));
+                return false;
+            }
+    }
+    return true;
+}
+
 // Several threads of the program call at once, each with a job for several threads.
 bool check_threads() {
     bool fine[3] = {};
@@ -195,7 +235,7 @@ int main() {
             std::printf("%s: not on this CPU\n", isa);
             continue;
         }
-        if (!check_all() || !check_attentions() || !check_all_latents() || !check_threads()) return 1;
+        if (!check_all() || !check_attentions() || !check_all_latents() || !check_all_experts() || !check_threads()) return 1;
         std::printf("%s: fine\n", isa);
     }
     return 0;
