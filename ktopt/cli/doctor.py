@@ -87,7 +87,7 @@ def cpu_kernels() -> dict[str, Any]:
     from ktopt.kernels import cpu
 
     usable, why = cpu.available()
-    lost = "" if usable else f"{why}; until then KLinearCPUInfer computes by torch on dequantised weights: slower, and larger"
+    lost = "" if usable else f"{why}; until then KLinearCPUInfer and KExpertsCPU compute by torch, slower, on larger weights"
     return {"isa": cpu.isa() if usable else None, "usable": usable, "why_not": lost}
 
 
