@@ -101,6 +101,8 @@ class Op:
     devices       kinds of device that it runs on
     counterpart   the op that takes its place on a device that it can't run on (under --remap), or "" for none
     needs         why it isn't to be had in this version ("" when it is); its counterpart then runs, and the plan says so
+    keeps         storage types (as a weight file names them) that it computes on as they are stored, so that its weights take no
+                  more than in the file; others it holds in the plan's dtype
     packs         it keeps the weight only in a packed form, from which the plain weight can't be had back
     formerly      names that old tutorials give it, which no version here takes: for suggestions
     """
@@ -110,6 +112,7 @@ class Op:
     help: str
     counterpart: str = ""
     needs: str = ""
+    keeps: tuple[str, ...] = ()
     packs: bool = False
     formerly: tuple[str, ...] = ()
 

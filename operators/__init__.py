@@ -6,6 +6,7 @@ Each declaring module is listed below; scripts/generate.py writes the catalogue 
 DECLARATIONS = (
     "ktopt.operators.default",
     "ktopt.operators.linear",
+    "ktopt.operators.embedding",
     "ktopt.operators.experts",
     "ktopt.operators.moe",
     "ktopt.operators.router",

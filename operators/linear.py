@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ktopt.kernels import cpu
 from ktopt.operator import Op, PlacedConfig, operator, option
 from ktopt.operators.names import upstream_names
 from ktopt.placement import DEVICE_KINDS
@@ -27,6 +28,7 @@ LINEAR_OPS = (
         "computed on the CPU from the weight as its file stores it, GGUF blocks included; as KLinearTorch where the CPU kernels "
         "were not built",
         counterpart="KLinearTorch",
+        keeps=cpu.KINDS,
     ),
     Op(
         "KLinearMarlin",

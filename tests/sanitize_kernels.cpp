@@ -61,6 +61,10 @@ bool check(int kind, int64_t rows, int64_t columns, int64_t tokens, int threads)
     for (float& value : x) value = normal(generator);
     dequantize(weight, numbers.data(), false, threads);
     dequantize(weight, narrow.data(), true, threads);
+    const int64_t ids[] = {rows - 1, 0, 0}, outside[] = {0, rows};
+    std::vector<float> chosen(size_t(3 * columns));
+    if (ktopt::rows(weight, ids, 3, chosen.data(), false, threads) != -1 || ktopt::rows(weight, outside, 2, chosen.data(), false, 1) != 1)
+        return false;
     bool fine = linear(weight, halves.data(), true, tokens, out.data(), rows, threads) &&
                 linear(weight, x.data(), false, tokens, out.data(), rows, threads);
     const std::vector<float> twice = doubled(weight, x.data(), tokens, out, threads);

@@ -81,6 +81,39 @@ def test_weights_dequantise_to_what_gguf_makes_of_them(isa: str, kind: str) -> N
     assert torch.equal(narrow, expected[30:35].bfloat16())
 
 
+@pytest.mark.parametrize("kind", cpu.KINDS)
+def test_chosen_rows_are_those_that_gguf_makes(isa: str, kind: str) -> None:
+    columns = 7 * block_elements(kind)
+    raw = random_blocks(kind, ROWS, columns, rng())
+    weight, expected = cpu.blocks(kind, ROWS, columns, raw), reference.weight(kind, raw, columns)
+    ids = torch.from_numpy(rng(1).integers(0, ROWS, 300))
+    wide, narrow = torch.empty(300, columns), torch.empty(300, columns, dtype=torch.bfloat16)
+    cpu.rows(weight, ids, wide, threads=2)
+    cpu.rows(weight, ids, narrow, threads=1)
+    assert torch.equal(wide, expected[ids])
+    assert torch.equal(narrow, expected[ids].bfloat16())
+
+
+def test_rows_that_are_not_there_and_results_that_do_not_fit_are_refused() -> None:
+    weight = cpu.blocks("Q4_1", 4, 64, random_blocks("Q4_1", 4, 64, rng()))
+    for bad in (-1, 4, 1 << 40, -(1 << 62)):
+        with pytest.raises(IndexError, match=rf"id {bad} \(at place 1\) is none of the 4 rows"):
+            cpu.rows(weight, torch.tensor([3, bad]), torch.empty(2, 64), 1)
+    for ids, out in (
+        (torch.tensor([1]), torch.empty(2, 64)),
+        (torch.tensor([1]), torch.empty(1, 32)),
+        (torch.tensor([1], dtype=torch.int32), torch.empty(1, 64)),
+        (torch.tensor([1.0], dtype=torch.float64), torch.empty(1, 64)),
+        (torch.tensor([1]), torch.empty(1, 64, dtype=torch.float64)),
+        (torch.tensor([1, 2, 3, 0])[::2], torch.empty(2, 64)),
+    ):
+        with pytest.raises(ValueError, match=r"fit|must be"):
+            cpu.rows(weight, ids, out, 1)
+    for count in (0, -1, 1 << 62):
+        with pytest.raises(ValueError, match="no ids"):
+            cpu._needed().rows(*weight.call, torch.tensor([1]).data_ptr(), count, torch.empty(64).data_ptr(), 0, 1)
+
+
 @pytest.mark.parametrize("kind", SCALES)
 def test_extreme_scales_keep_the_bound(isa: str, kind: str) -> None:
     columns = 3 * max(block_elements(kind), 64)

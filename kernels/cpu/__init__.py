@@ -78,7 +78,7 @@ def _needed() -> Any:
     return extension
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Blocks:
     """A matrix (rows, columns) in the blocks of a storage type, in memory that `owner` keeps alive; made by `blocks`."""
 
@@ -187,3 +187,17 @@ def layer_runner(description: dict[str, Any]) -> Callable[..., None]:
     """
     extension = _needed()
     return partial(extension.run_layer, extension.layer(description))
+
+
+def rows(weight: Blocks, ids: torch.Tensor, out_NC: torch.Tensor, threads: int) -> None:
+    """The rows that `ids` (N,) names, int64, as numbers into `out` (N, C), as `dequantize` has them; both contiguous, on the CPU.
+
+    ValueError where shapes or dtypes don't fit, IndexError for an id that is no row.
+    """
+    count = ids.numel()
+    if out_NC.shape != (count, weight.columns) or not ids.is_contiguous() or not out_NC.is_contiguous() or not ids.is_cpu:
+        raise ValueError(f"out {list(out_NC.shape)} doesn't fit {count} rows of {weight.columns}, or ids are on {ids.device}")
+    if ids.element_size() != 8 or ids.is_floating_point() or out_NC.element_size() not in (2, 4):
+        raise ValueError(f"ids must be int64 and out float32 or bfloat16, not {ids.dtype} and {out_NC.dtype}")
+    if count:
+        _needed().rows(*weight.call, ids.data_ptr(), count, out_NC.data_ptr(), out_NC.element_size() == 2, threads)

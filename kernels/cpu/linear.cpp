@@ -23,8 +23,8 @@ struct Split {
     int64_t rows, step, parts;
     bool is_long;
 
-    Split(const Matrix& w, int64_t work_bytes, int threads)
-        : rows(w.rows), step(w.rows), parts(1), is_long(work_bytes >= LONG_BYTES) {
+    Split(int64_t rows, int64_t work_bytes, int threads)
+        : rows(rows), step(rows), parts(1), is_long(work_bytes >= LONG_BYTES) {
         const int64_t wanted = std::min<int64_t>(int64_t(threads) * PARTS_A_THREAD, work_bytes / LEAST_BYTES);
         if (threads <= 1 || wanted <= 1) return;
         step = (rows / wanted + ROWS_TOGETHER) / ROWS_TOGETHER * ROWS_TOGETHER;
@@ -109,7 +109,7 @@ bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, 
             isa.quantize(floats + t * weight.columns, weight.columns, quantized + size_t(t) * stride);
         operand = quantized;
     }
-    const Split split(weight, weight.rows * int64_t(bytes) * (1 + tokens / 2), threads);
+    const Split split(weight.rows, weight.rows * int64_t(bytes) * (1 + tokens / 2), threads);
     run(split, threads, [&](int64_t part) {
         const int64_t begin = split.begin(part);
         isa.rows[weight.kind](weight.data + size_t(begin) * bytes, bytes, split.count(part), weight.columns, operand, stride,
@@ -118,20 +118,41 @@ bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, 
     return true;
 }
 
+namespace {
+
+// One row as numbers, at `out`.
+void one_row(const Matrix& weight, DequantizeFunction dequantize, int64_t row, uint8_t* out, bool bfloat16) {
+    const int64_t bytes = row_bytes(weight);
+    if (weight.kind == (bfloat16 ? BF16 : F32)) {
+        std::memcpy(out, weight.data + row * bytes, size_t(bytes));
+    } else {
+        dequantize(weight.data + row * bytes, weight.columns, out, bfloat16);
+    }
+}
+
+}  // namespace
+
 void dequantize(const Matrix& weight, void* out, bool bfloat16, int threads) {
     const DequantizeFunction one = kernels().dequantize[weight.kind];
-    const int64_t bytes = row_bytes(weight), out_bytes = weight.columns * (bfloat16 ? 2 : 4);
-    const Split split(weight, weight.rows * weight.columns, threads);
+    const int64_t out_bytes = weight.columns * (bfloat16 ? 2 : 4);
+    const Split split(weight.rows, weight.rows * weight.columns, threads);
     run(split, threads, [&](int64_t part) {
-        for (int64_t r = split.begin(part); r < split.begin(part) + split.count(part); r++) {
-            uint8_t* to = static_cast<uint8_t*>(out) + r * out_bytes;
-            if (bytes == out_bytes && (weight.kind == F32 || weight.kind == BF16)) {
-                std::memcpy(to, weight.data + r * bytes, size_t(bytes));
-            } else {
-                one(weight.data + r * bytes, weight.columns, to, bfloat16);
-            }
-        }
+        for (int64_t r = split.begin(part); r < split.begin(part) + split.count(part); r++)
+            one_row(weight, one, r, static_cast<uint8_t*>(out) + r * out_bytes, bfloat16);
     });
+}
+
+int64_t rows(const Matrix& weight, const int64_t* ids, int64_t count, void* out, bool bfloat16, int threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= weight.rows) return i;
+    const DequantizeFunction one = kernels().dequantize[weight.kind];
+    const int64_t out_bytes = weight.columns * (bfloat16 ? 2 : 4);
+    const Split split(count, count * weight.columns, threads);
+    run(split, threads, [&](int64_t part) {
+        for (int64_t i = split.begin(part); i < split.begin(part) + split.count(part); i++)
+            one_row(weight, one, ids[i], static_cast<uint8_t*>(out) + i * out_bytes, bfloat16);
+    });
+    return -1;
 }
 
 int64_t first_bad_row(const Matrix& weight, int threads) {
@@ -140,7 +161,7 @@ int64_t first_bad_row(const Matrix& weight, int threads) {
     if (places.count == 0) return -1;
     const int64_t bytes = row_bytes(weight);
     std::atomic<int64_t> first{weight.rows};
-    const Split split(weight, weight.rows * bytes, threads);
+    const Split split(weight.rows, weight.rows * bytes, threads);
     run(split, threads, [&](int64_t part) {
         for (int64_t r = split.begin(part); r < split.begin(part) + split.count(part); r++)
             if (!all_finite(weight.data + r * bytes, weight.columns / layout.elements, layout.bytes, places)) {

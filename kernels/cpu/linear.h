@@ -25,6 +25,10 @@ bool linear(const Matrix& weight, const void* x, bool bfloat16, int64_t tokens, 
 // The whole matrix as float32, or rounded to bfloat16: (rows, columns).
 void dequantize(const Matrix& weight, void* out, bool bfloat16, int threads);
 
+// The rows that `ids` names, in their order, as float32 or rounded to bfloat16: (count, columns). Answers -1, or the place of the
+// first id that is no row; nothing is written then.
+int64_t rows(const Matrix& weight, const int64_t* ids, int64_t count, void* out, bool bfloat16, int threads);
+
 // The first row with a scale that is inf or NaN, or -1. Plain floats have no scales.
 int64_t first_bad_row(const Matrix& weight, int threads);
 

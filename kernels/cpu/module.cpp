@@ -66,6 +66,23 @@ PyObject* dequantize(PyObject*, PyObject* const* given, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+PyObject* rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[10], wrong;
+    Matrix weight;
+    if (!numbers("rows", given, count, 10, n) || !matrix(n, weight)) return nullptr;
+    const auto* ids = address<const int64_t>(n[5]);
+    if (n[6] < 1 || n[6] > INT64_MAX / 4 / weight.columns || ids == nullptr || n[7] == 0) {
+        PyErr_SetString(PyExc_ValueError, "rows: there are no ids, or the result has no address");
+        return nullptr;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    wrong = ktopt::rows(weight, ids, n[6], address<void>(n[7]), n[8] != 0, int(n[9]));
+    Py_END_ALLOW_THREADS
+    if (wrong < 0) Py_RETURN_NONE;
+    return PyErr_Format(PyExc_IndexError, "id %lld (at place %lld) is none of the %lld rows", (long long)ids[wrong], wrong,
+                        (long long)weight.rows);
+}
+
 PyObject* first_bad_row(PyObject*, PyObject* const* given, Py_ssize_t count) {
     long long n[6], row;
     Matrix weight;
@@ -104,6 +121,8 @@ PyMethodDef methods[] = {
      "linear(kind, address, rows, columns, nbytes, x, bfloat16, tokens, out, out_stride, threads)"},
     {"dequantize", fast(dequantize), METH_FASTCALL,
      "dequantize(kind, address, rows, columns, nbytes, out, bfloat16, threads)"},
+    {"rows", fast(rows), METH_FASTCALL,
+     "rows(kind, address, rows, columns, nbytes, ids, count, out, bfloat16, threads)"},
     {"first_bad_row", fast(first_bad_row), METH_FASTCALL,
      "first_bad_row(kind, address, rows, columns, nbytes, threads)"},
     {"layer", make_layer, METH_O, "layer(description), to be run by run_layer"},

@@ -56,9 +56,9 @@ class KTransformersLinear(nn.Linear):
 
 
 @cache
-def cpu_kernels() -> bool:
-    """Whether the CPU kernels are here; where not, says once that torch computes instead."""
+def cpu_kernels(op: str = "KLinearCPUInfer", instead: str = "KLinearTorch") -> bool:
+    """Whether the CPU kernels are here; where not, says once that torch computes what `op` would."""
     there, reason = cpu.available()
     if not there:
-        log.warning("KLinearCPUInfer gives way to KLinearTorch, whose weights take more memory: %s", reason)
+        log.warning("%s gives way to %s, whose weights take more memory: %s", op, instead, reason)
     return there

@@ -7,25 +7,19 @@ dequantised at load, and computed as KLinearTorch does.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import cache
 from threading import local
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional
 
-from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.operators.modules.linear import KTransformersLinear
-from ktopt.weights import WeightError
-from ktopt.weights.packed import joint_axis
-
-log = logging.getLogger(__name__)
+from ktopt.operators.modules.stored import HoldsBlocks, Parts, parameter
 
 FEW_TOKENS = 20
 """Up to so many tokens a kernel that goes token by token is faster than dequantising a tile and torch's product (measured on 2
@@ -40,46 +34,29 @@ def multiplies_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-class KLinearCPUInfer(KTransformersLinear):
+class KLinearCPUInfer(HoldsBlocks, KTransformersLinear):
     """y = x W^T + b. The weight is in the blocks of a file, mapped, or a parameter of a floating-point dtype.
 
     x may have any floating dtype; the result has x's. Sums are in float32. The kernels round activations to 8 bits (see
     kernels/cpu); where torch multiplies, both sides are rounded to bfloat16 if the CPU multiplies that, and a weight without blocks
-    in float32 is multiplied in float32. Where x asks for a gradient, torch computes, and x gets it. `weight` reads as a fresh
-    dequantised tensor where the weight is in blocks: meant for code that asks for its dtype, and slow.
+    in float32 is multiplied in float32. Where x asks for a gradient, torch computes, and x gets it.
     """
 
     def __init__(self, *args: Any, **tensor: Any) -> None:
         super().__init__(*args, **tensor)
         self.dtype: torch.dtype = tensor["dtype"]
-        self.parts: list[tuple[int, cpu.Blocks]] = []  # first row and blocks of each part of the weight, from top to bottom
         self._seen: cpu.Blocks | None = None
         self._product = cpu.product()
 
     def load_tensors(self, context: BuildContext) -> None:
-        """Take the weight as it is stored, or else, where there is no kernel for it, as numbers; and the bias as numbers."""
+        """Take the weight as HoldsBlocks does, and the bias as numbers."""
         tensors: Any = context.tensors
         if self.bias is not None:
-            self._parameters["bias"] = _parameter(tensors.read(context.name("bias"), context.dtype, context.device))
-        self.parts = list(stored_parts(context))
-        if self.parts:
-            del self._parameters["weight"]
-        else:
-            self.weight = _parameter(tensors.read(context.name("weight"), context.dtype, context.device))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight" and self.__dict__.get("parts"):
-            return torch.cat(list(self._tiles(self.dtype)))
-        return super().__getattr__(name)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.parts:
-            destination[f"{prefix}weight"] = self.weight
+            self._parameters["bias"] = parameter(tensors.read(context.name("bias"), context.dtype, context.device))
+        self.load_weight(context)
 
     def extra_repr(self) -> str:
-        kinds = ", ".join(dict.fromkeys(part.kind for _, part in self.parts))
-        return f"{super().extra_repr()}, stored as {kinds}" if kinds else str(super().extra_repr())
+        return str(super().extra_repr()) + self.stored_as()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) to (..., out_features), in x's dtype."""
@@ -131,42 +108,14 @@ class KLinearCPUInfer(KTransformersLinear):
                 cpu.dequantize(part, tile, threads, start)
                 yield tile.to(dtype)
 
-    def _weight_as_parts(self) -> list[tuple[int, cpu.Blocks]]:
+    def _weight_as_parts(self) -> Parts:
         """The weight parameter where it is now, as one part; none where the kernels can't take it."""
         weight = self.weight
         if not weight.is_cpu or isinstance(weight, FakeTensor) or not weight.is_contiguous():
-            return []
+            return ()
         if self._seen is None or self._seen.owner is not weight or self._seen.call[1] != weight.data_ptr():
             self._seen = cpu.tensor_blocks(weight)
-        return [(0, self._seen)] if self._seen else []
-
-
-def stored_parts(context: BuildContext) -> Iterator[tuple[int, cpu.Blocks]]:
-    """The stored parts of a module's weight that the kernels can take: (first row, blocks); none where one of them can't be taken.
-
-    Says so in the log where there is no kernel for a type. KtoptError for a tensor with scales that are no numbers.
-    """
-    raw = getattr(context.tensors, "raw", None)
-    name = context.name("weight")
-    try:
-        parts = raw(name) if raw is not None else []
-    except WeightError:  # transposed, shifted, or in memory: to be read as numbers
-        return
-    without = sorted({kind for kind, _, _ in parts} - set(cpu.KINDS))
-    if without:
-        log.warning("%s: there is no CPU kernel for %s, so it is dequantised to %s", name, ", ".join(without), context.step.dtype)
-        return
-    wanted = next(tensor.shape for tensor in context.module.tensors if tensor.name == "weight")
-    if joint_axis(wanted, [shape for _, shape, _ in parts]) != 0 or any(len(shape) != 2 for _, shape, _ in parts):
-        return
-    first = 0
-    for kind, shape, data in parts:
-        rows, columns = shape
-        try:
-            yield first, cpu.blocks(kind, rows, columns, data, torch.get_num_threads())
-        except KtoptError as error:
-            raise KtoptError(f"{name} ({kind}): {error}") from None
-        first += rows
+        return ((0, self._seen),) if self._seen else ()
 
 
 _memory = local()
@@ -179,7 +128,3 @@ def scratch(numbers: int, dtype: torch.dtype) -> torch.Tensor:
         held = torch.empty(numbers, dtype=dtype)
         setattr(_memory, str(dtype), held)
     return held[:numbers]
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
