@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from ktopt.match import Matches
     from ktopt.placement import Hardware
     from ktopt.plan import Plan
-    from ktopt.planning import PlanOptions
+    from ktopt.plan_options import PlanOptions
     from ktopt.ruleset import RuleSet
+    from ktopt.weights.source import StoredTensor
 
 Rules = str | Path | SourceFile
 Model = Any
@@ -78,7 +79,7 @@ def run_stages(
     given = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
     options = None
     if given:
-        from ktopt.planning import PlanOptions
+        from ktopt.plan_options import PlanOptions
 
         options = PlanOptions(**given)  # raises for what can't be meant, though there may come to be no plan
     report = Report()
@@ -103,7 +104,8 @@ def _on_model(
     """The stages that need a model's tree. They are imported here, so that a check without a model imports none of them."""
     from ktopt.graph import ModuleGraph
     from ktopt.match import match
-    from ktopt.planning import PlanOptions, make_plan
+    from ktopt.plan_options import PlanOptions
+    from ktopt.planning import make_plan
     from ktopt.selection import check_selection
     from ktopt.trees import load_tree
 
@@ -112,11 +114,8 @@ def _on_model(
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
-    storage = None
-    if ruleset.asks_storage:
-        from ktopt.weights.storage import storage_for
-
-        storage = storage_for(model, weights, graph)
+    stored = _stored(ruleset, model, weights, graph, wants_plan)
+    storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
     matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
     if weights is not None:
@@ -125,9 +124,23 @@ def _on_model(
         check_weights(matches, weights, report)
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
-    plan = make_plan(ruleset, graph, matches, options, report)
+    plan = make_plan(ruleset, graph, matches, options, report, stored)
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))
     return Compilation(document, ruleset, graph, matches, plan, report)
+
+
+def _stored(
+    ruleset: RuleSet, model: Model, weights: Weights | None, graph: ModuleGraph, wants_plan: bool
+) -> Mapping[str, StoredTensor] | None:
+    """How the model's parameters are stored, where a selector asks or an operator keeps them so; None where nothing tells. Weights
+    that weren't given are read from their file where selectors ask, or where the tree was read from it too."""
+    keeps = wants_plan and any(op.keeps for rule in ruleset.rules for op in rule.replace.operator.ops.values())
+    of_the_tree = weights is not None or str(graph.name).endswith(".gguf")
+    if not ruleset.asks_storage and not (keeps and of_the_tree):
+        return None
+    from ktopt.weights.storage import stored_for
+
+    return stored_for(model, weights, graph)
 
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:

@@ -13,6 +13,9 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ktopt.diagnostics import KtoptError
+from ktopt.placement import DTYPES
+
 if TYPE_CHECKING:
     import networkx
 
@@ -213,6 +216,22 @@ def main_dtype(tensors: Iterable[Tensor]) -> str:
         if "float" in tensor.dtype:
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel
     return max(counts, key=counts.__getitem__, default="")
+
+
+def model_dtype(graph: ModuleGraph) -> str:
+    """The dtype of a model's weights: of a model in hand, what most of them are; else what its config says. KtoptError for a model
+    in hand with weights of a dtype that ktopt doesn't hold any in."""
+    if graph.in_hand and graph.dtype:
+        for module in graph.modules:
+            other = next((t for t in module.parameters if "float" in t.dtype and t.dtype not in DTYPES), None)
+            if other is not None:
+                raise KtoptError(
+                    f"{module.path}.{other.name} is {other.dtype}, and ktopt holds weights in {', '.join(DTYPES)}: convert the "
+                    "model, or say in which to hold them with dtype"
+                )
+        return graph.dtype
+    found = str(graph.config.get("dtype") or graph.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return found if found in DTYPES else "bfloat16"
 
 
 ROLE_SUFFIXES = (

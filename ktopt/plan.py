@@ -32,6 +32,8 @@ class Step(NamedTuple):
     inside              path of the ancestor whose rule has `recursive: false` and so owns this module, or ""
     runs                op asked for -> op that runs in its place here (by --remap or for want of a kernel), each with a reason
     notes               what the plan has to say of this module
+    stored              storage types that its matrices stay in, where its op computes on them as the weight file has them; () where
+                        they are held in `dtype`, or where no weights were given to tell
     """
 
     path: str
@@ -49,6 +51,7 @@ class Step(NamedTuple):
     inside: str = ""
     runs: Mapping[str, tuple[str, str]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from ktopt import registry
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
+from ktopt.kept import is_matrix, kept_types, possible_bytes
 from ktopt.operator import OperatorConfig, OperatorSpec, build_config, op_on, yaml_text
 from ktopt.placement import DTYPES, device_kind
 from ktopt.plan import Plan, Step, digest_of
@@ -197,12 +198,30 @@ class _StepCheck:
         spec, config, _ = self.config(owner)
         if spec is None or config is None or step.dtype not in DTYPES:
             return
+        if step.stored:
+            yield from self._stored_bytes(step, module, spec, config)
+            return
         key = (id(module.tensors), module.cls.name, module.name, step.dtype, spec.name, repr(owner.kwargs))
         if key not in self._bytes:
             self._bytes[key] = set(_footprints(spec, config, module, step.dtype))
         allowed = self._bytes[key]
         if step.weight_bytes not in allowed and step.weight_bytes + self._shared(step, module) not in allowed:
             yield f"weight_bytes {step.weight_bytes}, and its tensors take {min(allowed)}"
+
+    def _stored_bytes(self, step: Step, module: Module, spec: OperatorSpec, config: OperatorConfig) -> Iterator[str]:
+        """Whether the op keeps the types that the row says its weights stay in, and the bytes can be theirs."""
+        keeps = kept_types(spec, config, step.runs)
+        unknown = sorted(set(step.stored) - set(keeps))
+        if unknown or step.inside:
+            yield f"stored as {', '.join(step.stored)}, and its op doesn't keep {', '.join(unknown) or 'weights so'}"
+            return
+        whole = spec.footprint(module, config, step.dtype).weight_bytes
+        rest = whole - sum(t.numel for t in module.tensors if is_matrix(t)) * ITEM_BYTES[step.dtype]
+        least, most = possible_bytes(module, step.stored, step.dtype)
+        if self._shared(step, module):
+            least = 0
+        if not rest + least <= step.weight_bytes <= rest + most:
+            yield f"weight_bytes {step.weight_bytes}, and its tensors take {rest + least} to {rest + most} as stored"
 
     def _shared(self, step: Step, module: Module) -> int:
         """Bytes of the tensors that a row says it shares with another's, where they could be one. Whether they are, a model on the

@@ -10,7 +10,10 @@ from ktopt.folding import fold_paths
 from ktopt.operator import yaml_text
 from ktopt.plan import Plan, Step
 
-COMPARED = ("cls", "operator", "kwargs", "prefill_device", "generate_device", "dtype", "replicas", "inside", "runs", "weight_bytes")
+COMPARED = (
+    "cls", "operator", "kwargs", "prefill_device", "generate_device", "dtype", "replicas", "inside", "runs", "weight_bytes",
+    "stored",
+)  # fmt: skip
 """Fields of a step that count as a difference. Which rule decided, and where it stands in its file, does not."""
 PLACE = ("prefill_device", "generate_device", "replicas")
 """Those that don't count of a module that holds nothing and that no operator takes: there is nothing to place."""

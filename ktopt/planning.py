@@ -8,57 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ktopt import __version__
-from ktopt.diagnostics import KtoptError, Report, UsageError
-from ktopt.graph import ITEM_BYTES, Module, ModuleGraph, main_dtype
+from ktopt.diagnostics import Report
+from ktopt.graph import Module, ModuleGraph, main_dtype, model_dtype
+from ktopt.kept import Kept, kept, kept_types, tied
 from ktopt.match import Decision, Matches
 from ktopt.operator import PREFILL, Op, OperatorConfig, OperatorSpec, op_on, without_effect
-from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
+from ktopt.placement import canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
+from ktopt.plan_options import PlanOptions
 from ktopt.registry import find
 from ktopt.ruleset import Rule, RuleSet, rule_devices
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
 from ktopt.versions import installed
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What the command line or the API adds to a rule file.
-
-    device   where modules go that nothing places; None leaves it to the rule file's form
-    dtype    what floating-point weights are held in; None leaves it to the rule file, then to the model's config
-    hardware the machine planned for; None when unknown
-    remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
-    """
-
-    device: str | None = None
-    dtype: str | None = None
-    hardware: Hardware | None = None
-    remap: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        for text in (self.device, *self.remap, *self.remap.values()):
-            if text is not None:
-                try:
-                    canonical_device(text)
-                except ValueError as error:
-                    raise UsageError(str(error)) from None
-
-    def default_device(self, ruleset: RuleSet) -> str:
-        """Where modules go that nothing places."""
-        return canonical_device(self.device or ruleset.default_device)
-
-    def place(self, device: str) -> str:
-        """A device after remapping: an exact name wins over its kind."""
-        target = self.remap.get(device) or self.remap.get(device_kind(device))
-        return canonical_device(target) if target else device
+from ktopt.weights.source import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -73,11 +41,22 @@ class _Ruling:
     replicas: tuple[str, ...]
     runs: Mapping[str, tuple[str, str]]
     notes: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
 
 
-def make_plan(ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: PlanOptions, report: Report) -> Plan:
-    """Compile matches to a plan. Findings go to `report`; errors found so far are kept in Plan.errors."""
-    planner = _Planner(ruleset, graph, matches, options, report)
+def make_plan(
+    ruleset: RuleSet,
+    graph: ModuleGraph,
+    matches: Matches,
+    options: PlanOptions,
+    report: Report,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> Plan:
+    """Compile matches to a plan. Findings go to `report`; errors found so far are kept in Plan.errors.
+
+    stored   how the model's parameters are stored, where that is known: what operators keep so counts with its bytes in the file
+    """
+    planner = _Planner(ruleset, graph, matches, options, report, stored)
     steps = planner.steps()
     planner.check_below(steps)
     planner.check_memory(steps)
@@ -107,11 +86,20 @@ def _rule_ref(rule: Rule, active: bool) -> RuleRef:
 class _Planner:
     """Makes the steps, and remembers what it has already worked out for a rule on a place."""
 
-    def __init__(self, ruleset: RuleSet, graph: ModuleGraph, matches: Matches, options: PlanOptions, report: Report) -> None:
+    def __init__(
+        self,
+        ruleset: RuleSet,
+        graph: ModuleGraph,
+        matches: Matches,
+        options: PlanOptions,
+        report: Report,
+        stored: Mapping[str, StoredTensor] | None,
+    ) -> None:
         self.ruleset, self.graph, self.matches, self.options, self.report = ruleset, graph, matches, options, report
+        self.stored = stored
         self.default_device = options.default_device(ruleset)
         asked = options.dtype or ruleset.dtype
-        self.dtype = asked or _model_dtype(graph)
+        self.dtype = asked or model_dtype(graph)
         self.keeps_dtypes = graph.in_hand and not asked
         default = find("default")
         assert default is not None
@@ -122,15 +110,18 @@ class _Planner:
     def steps(self) -> tuple[Step, ...]:
         """A row for each module. Modules that are alike share all of their row but the path, which makes 75,000 rows cheap."""
         made: list[Step] = []
-        tails: dict[tuple[int, int, int, bool], tuple[Any, ...]] = {}
+        tails: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         new = tuple.__new__
         for module, decision in zip(self.graph.modules, self.matches.decisions, strict=True):
-            key = (id(module.cls), id(module.tensors), id(decision), module.path.endswith("experts"))
+            key: tuple[Any, ...] = (id(module.cls), id(module.tensors), id(decision), module.path.endswith("experts"))
+            if self.stored and module.tensors:
+                stays = self._kept(module, decision)
+                key += (stays.types, stays.less, stays.lacking)
             tail = tails.get(key)
             if tail is None:
                 tail = tails[key] = self._tail(module, decision, made)
             made.append(new(Step, (module.path, *tail)))
-        return self._tie(tuple(made))
+        return tied(tuple(made), self.graph, self.stored or {})
 
     def _tail(self, module: Module, decision: Decision, made: Sequence[Step]) -> tuple[Any, ...]:
         """All of a row but its path, in the order of Step's fields."""
@@ -138,6 +129,10 @@ class _Planner:
             return self._closed_tail(module, made[decision.closed_by], self._ruling(self.matches.decisions[decision.closed_by]))
         ruling = self._ruling(decision)
         dtype = self._dtype(module, ruling)
+        stays = self._kept(module, decision)
+        notes = ruling.notes
+        if stays.lacking:
+            notes += (f"stored as {', '.join(stays.lacking)}, for which there is no kernel: held in {dtype}",)
         return (
             module.cls.name,
             module.role,
@@ -146,14 +141,22 @@ class _Planner:
             ruling.prefill_device,
             ruling.generate_device,
             dtype,
-            self._bytes(module, ruling, dtype),
+            self._bytes(module, ruling, dtype) - stays.less,
             decision.rule,
             decision.alias,
             ruling.replicas,
             "",
             ruling.runs,
-            ruling.notes,
+            notes,
+            stays.types,
         )
+
+    def _kept(self, module: Module, decision: Decision) -> Kept:
+        """What of a module's weights stays as it is stored."""
+        if not self.stored or not module.tensors or decision.closed_by is not None:
+            return NOTHING_KEPT
+        ruling = self._ruling(decision)
+        return kept(module, ruling.keeps, self.stored, self._dtype(module, ruling)) if ruling.keeps else NOTHING_KEPT
 
     def _closed_tail(self, module: Module, owner: Step, ruling: _Ruling) -> tuple[Any, ...]:
         """A module below one whose rule has `recursive: false`: it is that operator's, and no rule's of its own."""
@@ -171,6 +174,7 @@ class _Planner:
             (),
             owner.path,
             _NO_KWARGS,
+            (),
             (),
         )
 
@@ -207,7 +211,8 @@ class _Planner:
         if replicas:
             notes.append(f"one copy each on {', '.join((generate, *replicas))}: upstream had one per layer")
         self._check_prefill(rule, config, generate, prefill)
-        return _Ruling(rule.replace.operator, config, config.to_kwargs(), prefill, generate, replicas, runs, tuple(notes))
+        keeps = kept_types(rule.replace.operator, config, runs)
+        return _Ruling(rule.replace.operator, config, config.to_kwargs(), prefill, generate, replicas, runs, tuple(notes), keeps)
 
     def _check_prefill(self, rule: Rule, config: OperatorConfig, generate: str, prefill: str) -> None:
         """KT408 where a prefill device is given and the generate device comes from elsewhere, so that only a plan can compare them;
@@ -298,23 +303,6 @@ class _Planner:
             help=f"name {chosen.name} for {kind}, or place the modules on {kinds}",
         )
 
-    def _tie(self, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        """A parameter that is another's tensor (a tied lm_head the embedding's) costs nothing on that one's device."""
-        if not self.graph.tied:
-            return steps
-        made = list(steps)
-        for name, first in self.graph.tied.items():
-            (path, _, leaf), (owner, _, _) = name.rpartition("."), first.rpartition(".")
-            module = self.graph.by_path[path]
-            step = made[module.index]
-            if step.generate_device != made[self.graph.by_path[owner].index].generate_device:
-                continue
-            tensor = next(t for t in module.tensors if t.name == leaf)
-            shared = tensor.numel * ITEM_BYTES[step.dtype if "float" in tensor.dtype else tensor.dtype]
-            notes = (*step.notes, f"shares its {leaf} with {owner}")
-            made[module.index] = step._replace(weight_bytes=max(0, step.weight_bytes - shared), notes=notes)
-        return tuple(made)
-
     def check_below(self, steps: tuple[Step, ...]) -> None:
         """KT407: operators that can't stand over what the plan makes of the modules below theirs."""
         refused: dict[tuple[int, str], list[str]] = {}
@@ -384,6 +372,8 @@ class _Planner:
                 made.append(f"{', '.join(name for name, _ in unsettled)} {ask} to settle them")
         if self.splits_prefill:
             made.append(PREFILL)
+        if self.stored is None and not self.graph.in_hand and any(ruling.keeps for ruling in self.rulings.values()):
+            made.append(UNTOLD)
         return tuple(made)
 
     def _file_origin(self) -> Origin:
@@ -391,19 +381,5 @@ class _Planner:
 
 
 _NO_KWARGS: Mapping[str, Any] = {}
-
-
-def _model_dtype(graph: ModuleGraph) -> str:
-    """The dtype of a model's weights: of a model in hand, what most of them are; else what its config says. KtoptError for a model
-    in hand with weights of a dtype that ktopt doesn't hold any in."""
-    if graph.in_hand and graph.dtype:
-        for module in graph.modules:
-            other = next((t for t in module.parameters if "float" in t.dtype and t.dtype not in DTYPES), None)
-            if other is not None:
-                raise KtoptError(
-                    f"{module.path}.{other.name} is {other.dtype}, and ktopt holds weights in {', '.join(DTYPES)}: convert the "
-                    "model, or say in which to hold them with dtype"
-                )
-        return graph.dtype
-    found = str(graph.config.get("dtype") or graph.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return found if found in DTYPES else "bfloat16"
+NOTHING_KEPT = Kept()
+UNTOLD = "bytes are those of the plan's dtype, though some ops keep weights as their file stores them: --weights counts them so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from dataclasses import replace
@@ -358,6 +359,7 @@ def peak_while(work) -> int:
     def status(key: str) -> int:
         return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
+    gc.collect()  # what earlier tests left isn't to be freed meanwhile
     before = status("VmRSS")
     work()
     return status("VmHWM") - before

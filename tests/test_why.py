@@ -10,7 +10,8 @@ from builders import deepseek_like, origin, rule, rule_set, spec
 from ktopt.diagnostics import Report, UsageError
 from ktopt.graph import ModuleGraph
 from ktopt.match import match
-from ktopt.planning import PlanOptions, make_plan
+from ktopt.plan_options import PlanOptions
+from ktopt.planning import make_plan
 from ktopt.selector import parse_selector
 from ktopt.why import Explanation, Lost, explain_module, find_module
 

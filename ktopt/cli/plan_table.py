@@ -85,6 +85,7 @@ def _treatment(step: Step) -> Any:
         _op(step),
         runs,
         step.inside,
+        step.stored,
     )
 
 
@@ -119,7 +120,7 @@ def _cells(plan: Plan, row: Row) -> list[str]:
         row.pattern,
         f"x{row.count:,}" if row.count > 1 else "",
         "\n".join(wrap_path(step.operator, OPERATOR_WIDTH)),
-        _op(step),
+        "\n".join(filter(None, (_op(step), " ".join(step.stored)))),
         "\n".join((step.generate_device, *step.replicas)),
         size(row.nbytes) if row.nbytes else "-",
         str(plan.rules[step.rule].line) if step.rule is not None else "-",

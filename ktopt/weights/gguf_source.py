@@ -60,6 +60,7 @@ class GGUFSource:
             tuple(t.type for t in tensors),
             sum(t.nbytes for t in tensors),
             self.file.file_of(tensors[0]),
+            recipe.as_stored,
         )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

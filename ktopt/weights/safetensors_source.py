@@ -70,6 +70,7 @@ class SafetensorsSource:
             tuple(t.type for t in parts),
             sum(t.nbytes for t in parts),
             self._holder[parts[0].name].path,
+            recipe.as_stored,
         )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

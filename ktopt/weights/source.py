@@ -35,6 +35,7 @@ class StoredTensor:
     types     storage type of each part, as the format names it ("Q4_1", "BF16", "F32")
     nbytes    bytes in the file, all parts
     file      where the first part lies
+    in_place  whether `raw` hands it out: the parts are the parameter's own rows, not transposed, shifted or scaled beside
     """
 
     name: str
@@ -43,6 +44,7 @@ class StoredTensor:
     types: tuple[str, ...]
     nbytes: int
     file: Path
+    in_place: bool = True
 
 
 class WeightSource(Protocol):

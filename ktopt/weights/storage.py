@@ -1,4 +1,4 @@
-"""In which types the parameters of a model are stored, from the headers of its weight file. No torch."""
+"""How the parameters of a model are stored, from the headers of its weight file. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 from ktopt.graph import ModuleGraph
 from ktopt.models.shipped import known_models
 from ktopt.weights.open import open_weights
-from ktopt.weights.source import MissingTensor, WeightError, WeightSource
+from ktopt.weights.source import MissingTensor, StoredTensor, WeightError, WeightSource
 
-_read: WeakKeyDictionary[ModuleGraph, dict[tuple[str, int], Mapping[str, tuple[str, ...]]]] = WeakKeyDictionary()
+_read: WeakKeyDictionary[ModuleGraph, dict[tuple[str, int], Mapping[str, StoredTensor]]] = WeakKeyDictionary()
 """What was read for a tree, by the file and when it last changed: an editor asks at every keystroke."""
 
 
@@ -38,42 +38,50 @@ def _is_gguf(path: Path) -> bool:
         return False
 
 
-def storage_for(model: Any, weights: Any, graph: ModuleGraph) -> Mapping[str, tuple[str, ...]] | None:
-    """storage_of `weights`, or of those that the model names itself. None where there are none, or where `weights` can't be read,
+def stored_for(model: Any, weights: Any, graph: ModuleGraph) -> Mapping[str, StoredTensor] | None:
+    """stored_in `weights`, or in those that the model names itself. None where there are none, or where `weights` can't be read,
     which checking them reports."""
     if weights is None:
         own = weights_of(model)
-        return None if own is None else storage_of(own, graph)
+        return None if own is None else stored_in(own, graph)
     try:
-        return storage_of(weights, graph)
+        return stored_in(weights, graph)
     except WeightError:
         return None
 
 
 def storage_of(weights: str | Path | WeightSource, graph: ModuleGraph) -> Mapping[str, tuple[str, ...]]:
     """The storage types of each parameter of the tree that the weights hold: ("Q4_K",), or one for each part that it is joined of.
-    WeightError for weights that can't be opened, or are of another model."""
+    WeightError as stored_in."""
+    return {name: stored.types for name, stored in stored_in(weights, graph).items()}
+
+
+def stored_in(weights: str | Path | WeightSource, graph: ModuleGraph) -> Mapping[str, StoredTensor]:
+    """How each parameter of the tree is stored that the weights hold, or hold as another's tensor. WeightError for weights that
+    can't be opened, or are of another model."""
     if not isinstance(weights, str | os.PathLike):
-        return _types(weights, graph)
+        return _read_headers(weights, graph)
     path = Path(weights)
     key = (str(path), path.stat().st_mtime_ns if path.exists() else 0)
     known = _read.setdefault(graph, {})
     if key not in known:
         source = open_weights(path, graph.config)
         try:
-            known[key] = _types(source, graph)
+            known[key] = _read_headers(source, graph)
         finally:
             source.close()
     return known[key]
 
 
-def _types(source: WeightSource, graph: ModuleGraph) -> dict[str, tuple[str, ...]]:
+def _read_headers(source: WeightSource, graph: ModuleGraph) -> dict[str, StoredTensor]:
     found = {}
     for module in graph:
         prefix = f"{module.path}." if module.path else ""
         for tensor in module.parameters:
+            name = prefix + tensor.name
             try:
-                found[prefix + tensor.name] = source.stored(prefix + tensor.name).types
+                found[name] = source.stored(name)
             except MissingTensor:
-                continue
+                if name in graph.tied and graph.tied[name] in found:
+                    found[name] = found[graph.tied[name]]
     return found

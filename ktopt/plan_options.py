@@ -1,0 +1,45 @@
+"""What the command line or the API adds to a rule file when a plan is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ktopt.diagnostics import UsageError
+from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
+from ktopt.ruleset import RuleSet
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line or the API adds to a rule file.
+
+    device   where modules go that nothing places; None leaves it to the rule file's form
+    dtype    what floating-point weights are held in; None leaves it to the rule file, then to the model's config
+    hardware the machine planned for; None when unknown
+    remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    hardware: Hardware | None = None
+    remap: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for text in (self.device, *self.remap, *self.remap.values()):
+            if text is not None:
+                try:
+                    canonical_device(text)
+                except ValueError as error:
+                    raise UsageError(str(error)) from None
+
+    def default_device(self, ruleset: RuleSet) -> str:
+        """Where modules go that nothing places."""
+        return canonical_device(self.device or ruleset.default_device)
+
+    def place(self, device: str) -> str:
+        """A device after remapping: an exact name wins over its kind."""
+        target = self.remap.get(device) or self.remap.get(device_kind(device))
+        return canonical_device(target) if target else device
