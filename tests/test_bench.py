@@ -172,7 +172,7 @@ def test_the_command_writes_its_results(
         (["-n", "4,5"], "--decode 4,5: one number"),
         (["-d", "-1"], "--depth"),
         (["-r", "0"], "--repeats 0: from 1 to"),
-        (["-t", "0"], "--threads 0: from 1 to"),
+        (["-t", "0"], "--threads 0: a whole number from 1 to"),
         (["-p", "4096"], "the model's context is 512"),
     ],
 )

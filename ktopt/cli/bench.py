@@ -12,17 +12,17 @@ from typing import Any
 
 from ktopt import __version__
 from ktopt.cli.apply import plan_to_apply
-from ktopt.cli.options import add_model, add_target, weights_argument, write_text
+from ktopt.cli.options import add_model, add_target, add_threads, weights_argument, write_text
 from ktopt.cli.table import Column, layout
 from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.plan import Plan
-from ktopt.runtime.threads import calm_openmp
+from ktopt.runtime.threads import Threads, calm_openmp, parse_threads
 from ktopt.versions import installed
 
 BUSY_CORES = 0.1
 """Work of other processes, in cores, from which on a measurement is doubtful."""
-MOST_TOKENS, MOST_REPEATS, MOST_THREADS = 1 << 24, 1000, 1024
+MOST_TOKENS, MOST_REPEATS = 1 << 24, 1000
 _COLUMNS = (
     Column("phase"), Column("tokens", right=True), Column("after", right=True), Column("tokens/s", right=True),
     Column("least", right=True), Column("most", right=True), Column("others", right=True, dim=True),
@@ -33,10 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", metavar="RULES", help="a rule file, or a plan.json that ktopt plan -o wrote")
     add_model(parser)
     add_target(parser)
+    add_threads(parser)
     parser.add_argument("-p", "--prefill", metavar="N,...", default="512", help="prompt lengths to read (default 512; 0 for none)")
     parser.add_argument("-n", "--decode", metavar="N", default="64", help="tokens to make (default 64; 0 for none)")
     parser.add_argument("-d", "--depth", metavar="N,...", default="0", help="tokens in the cache before decoding (default 0)")
-    parser.add_argument("-t", "--threads", metavar="N", help="threads (default: torch's own number)")
     parser.add_argument("-r", "--repeats", metavar="N", default="5", help="measurements of each (default 5)")
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON, "-" for standard output instead of the table')
     parser.add_argument("--force", action="store_true", help="go on although the plan holds errors, or other versions made it")
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     depths = _numbers("--depth", args.depth, 0, MOST_TOKENS)
     decode = _number("--decode", args.decode, 0, MOST_TOKENS)
     repeats = _number("--repeats", args.repeats, 1, MOST_REPEATS)
-    threads = None if args.threads is None else _number("--threads", args.threads, 1, MOST_THREADS)
+    threads = parse_threads(args.threads, args.affinity)
+    threads.stay_on_cores()
     weights = weights_argument(args)
     plan = plan_to_apply(args)
     model, load_s = _loaded(plan, weights, threads, args.force)
@@ -90,14 +91,11 @@ def _number(name: str, text: str, least: int, most: int) -> int:
     return numbers[0]
 
 
-def _loaded(plan: Plan, weights: str, threads: int | None, force: bool) -> tuple[Any, float]:
+def _loaded(plan: Plan, weights: str, threads: Threads, force: bool) -> tuple[Any, float]:
     """The model of a plan, and the seconds that loading took."""
     from ktopt.api import apply
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    threads.set()
     start = time.perf_counter()
     with Progress("loading") as progress:
         model = apply(plan, weights=weights, force=force, progress=progress)

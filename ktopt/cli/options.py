@@ -59,6 +59,13 @@ def add_model(parser: argparse.ArgumentParser, *, weights: bool = True, several:
         )
 
 
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """The threads that a command computes with."""
+    group = parser.add_argument_group("threads")
+    group.add_argument("--threads", "-t", metavar="N", help="threads that compute on the CPU (default: torch's own number)")
+    group.add_argument("--affinity", metavar="CORES", help="cores that they may run on, such as 0-3,6 (default: any)")
+
+
 def add_force(parser: argparse.ArgumentParser) -> None:
     """--force of commands that only read a plan."""
     parser.add_argument("--force", action="store_true", help="take a plan.json although other versions made it")

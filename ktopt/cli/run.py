@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ktopt.cli.apply import plan_to_apply
-from ktopt.cli.options import add_model, add_target, weights_argument
+from ktopt.cli.options import add_model, add_target, add_threads, weights_argument
 from ktopt.cli.plan_table import plan_table
 from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.folder import PLAN_FILE
 from ktopt.plan import Plan
 from ktopt.plan_check import open_plan
-from ktopt.runtime.threads import calm_openmp
+from ktopt.runtime.threads import calm_openmp, parse_threads
 from ktopt.weights.tokenizer import stop_tokens
 
 PROMPT_LIMIT_CHARACTERS = 4 << 20
@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", metavar="RULES", help="a rule file, a plan.json, or a folder of ktopt apply")
     add_model(parser)
     add_target(parser)
+    add_threads(parser)
     parser.add_argument("--prompt", "-p", metavar="TEXT", required=True, help="what to ask; - reads it from standard input")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
@@ -45,6 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     calm_openmp()
+    threads = parse_threads(args.threads, args.affinity)
+    threads.stay_on_cores()
     options = sampling(args)
     folder = Path(args.rules).is_dir()
     if folder:
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from ktopt.runtime.memory import resident_bytes
 
     import_module("ktopt.applying")  # torch and transformers, whose memory is not the model's
+    threads.set()
     baseline = resident_bytes()
     start = time.perf_counter()
     with Progress("loading") as progress:
