@@ -199,7 +199,8 @@ def shared_numbers(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     held = known()
     if held is not None and held.dtype is dtype and held._version == version:
         return held
-    made = as_numbers(parts, dtype)
+    with torch.inference_mode(False):  # whose tensors have no version
+        made = as_numbers(parts, dtype)
     if len(parts) == 1:
         _numbers[parts[0][1]] = ref(made), made._version
     return made
