@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktopt.graph import Module
+from ktopt.kernels import cpu
 from ktopt.operator import Op, OperatorConfig, PlacedConfig, operator, option
 from ktopt.operators.names import upstream_names
 from ktopt.placement import DEVICE_KINDS
@@ -24,6 +25,7 @@ EXPERTS_OPS = (
         "computed on the CPU from the weights as their file stores them, GGUF blocks included, in one call of the CPU kernels; as "
         "KExpertsTorch where those were not built",
         counterpart="KExpertsTorch",
+        keeps=tuple(kind for kind in cpu.KINDS if kind not in ("F32", "F16", "BF16")),
         formerly=("MLPCPUExperts",),
     ),
     Op(

@@ -35,6 +35,7 @@ rules:
   - {id: linears, match: class=Linear, replace: KTransformersLinear}
   - {id: table, match: class=Embedding, replace: KEmbedding}
 """
+EXPERTS = '  - {id: experts, match: "class=MixtralExperts | class=Qwen3MoeExperts", replace: KTransformersExperts}\n'
 NO_TABLE = "\n".join(line for line in RULES.splitlines() if "KEmbedding" not in line)
 HEAD = "lm_head"
 TABLE = "model.embed_tokens"
@@ -52,16 +53,18 @@ def plan(model: Any, rules: str = RULES, **options: Any) -> Plan:
 def held_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's parameters, buffers and blocks, each once."""
     blocks = {part for module in model.modules() for _, part in getattr(module, "parts", ())}
+    experts = [module.stored for module in model.modules() if getattr(module, "stored", None) is not None]
+    blocks |= {part for stored in experts for part in (*stored.gate_up, *stored.down)}
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + sum(part.nbytes for part in blocks)
 
 
 @pytest.mark.skipif(not cpu.available()[0], reason="the CPU kernels were not built")
-@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text", "qwen2", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0"])
 def test_a_plans_bytes_are_what_its_model_holds(kind: str, quant: str, tmp_path: Path) -> None:
     model = make_model(kind) if kind == "tied" else tiny_model(kind)
     file = make_gguf(tmp_path / "m.gguf", model, quant)
-    made = plan(file)
+    made = plan(file, rules=RULES + EXPERTS * kind.endswith(("mixtral", "_moe")))
     assert made.weight_bytes == held_bytes(ktopt.apply(made, weights=file))
 
 
