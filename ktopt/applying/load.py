@@ -66,6 +66,15 @@ class TensorFeed:
         self.count(name)
         return parts
 
+    def pieces(self, name: str) -> Any:
+        """The stored pieces, for an operator that computes on them in another form. WeightError where the source has no such."""
+        if not hasattr(self._tensors, "pieces"):
+            raise WeightError(f"{self._tensors.path}: {name} is not in pieces")
+        self._start(name)
+        pieces = self._tensors.pieces(self._source_name(name))
+        self.count(name)
+        return pieces
+
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """The parameter in `dtype` on `device`; a tied one that is there already is shared."""
         need = self._needs.get(name)

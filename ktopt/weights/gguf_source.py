@@ -83,6 +83,15 @@ class GGUFSource:
             for raw, kind, shape in [self._fetch(part.stored)]
         ]
 
+    def pieces(self, name: str) -> list[tuple[str, tuple[int, ...], bool, numpy.ndarray[Any, Any]]]:
+        """What the parameter is made of, as (type, shape, whether its last two dimensions stand the other way round, mapped bytes):
+        for an operator that computes on them in another form than the model's. WeightError where that takes arithmetic."""
+        recipe = self._recipes.needed(name)
+        if recipe.after or any(part.scale or part.rows for part in recipe.parts):
+            raise WeightError(f"{self.path}: {name} is made by arithmetic or in another order, use read")
+        fetched = [(part, *self._fetch(part.stored)) for part in recipe.parts]
+        return [(kind, shape, part.transposed, raw) for part, raw, kind, shape in fetched]
+
     def config(self) -> Mapping[str, Any]:
         """The model's config in transformers' terms, from the metadata."""
         return config_from_gguf(self.file)

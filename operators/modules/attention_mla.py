@@ -27,7 +27,9 @@ from ktopt.kernels import cpu
 from ktopt.kernels.cpu import latent
 from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, LatentAttentionConfig
 from ktopt.operators.modules import tiled_attention as tiles
+from ktopt.operators.modules.latent_linear import KLatentLinear
 from ktopt.operators.modules.latent_matrices import LatentMatrices
+from ktopt.operators.modules.linear_cpu import KLinearCPUInfer
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.mixing import Mixed, mix
 from ktopt.operators.modules.tiled_attention import Seen
@@ -64,6 +66,11 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             raise KtoptError(f"{context.step.path}: kv_b_proj has a bias, which latent attention here doesn't know")
         made = mix(cls, original)
         made.settings = cast(LatentAttentionConfig, context.config)
+        projection = original.kv_b_proj
+        if type(projection) is KLinearCPUInfer:
+            made._modules["kv_b_proj"] = KLatentLinear(
+                projection.in_features, projection.out_features, bias=False, device="meta", dtype=projection.dtype
+            ).requires_grad_(False)
         return made  # type: ignore[no-any-return]
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -250,9 +257,8 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         if isinstance(held, GrowingLayer):
             return held.keys[:, :, start:end].to(dtype), held.values[:, :, start:end].to(dtype)
         latent_BTL, rope_BTR = held.latents(start, end).to(dtype).split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
-        nope, value = self.matrices.expand(latent_BTL).split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
-        keys_BTNH = torch.cat((nope, rope_BTR.unsqueeze(2).expand(-1, -1, self.num_heads, -1)), dim=-1)
-        return keys_BTNH.transpose(1, 2), value.transpose(1, 2)
+        nope, values = self.matrices.expand(latent_BTL)
+        return torch.cat((nope, rope_BTR.unsqueeze(1).expand(-1, self.num_heads, -1, -1)), dim=-1), values
 
     def _expanded_cache(self, held: LatentLayer) -> GrowingLayer:
         """Keys and values of all tokens, kept beside the latents and brought up to them."""

@@ -24,10 +24,21 @@ class LatentMatrices:
         self._owner: Any = None
         self._made: torch.Tensor | None = None
 
-    def expand(self, latents_BTL: torch.Tensor) -> torch.Tensor:
-        """[k_nope; v] of each head: (B, T, N, P + V)."""
-        made: torch.Tensor = self.projection(latents_BTL)
-        return made.unflatten(-1, (self.heads, self.nope + self.value))
+    def expand(self, latents_BTL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k_nope (B, N, T, P) and v (B, N, T, V) of these tokens."""
+        if self.split is not None:
+            keys_NLP, values_NVL = self.projection.numbers(latents_BTL.dtype)  # type: ignore[operator]
+            latents_B1TL = latents_BTL.unsqueeze(1)
+            return latents_B1TL @ keys_NLP, latents_B1TL @ values_NVL.mT
+        both_BTNX: torch.Tensor = self.projection(latents_BTL).unflatten(-1, (self.heads, self.nope + self.value))
+        keys, values = both_BTNX.transpose(1, 2).split((self.nope, self.value), dim=-1)
+        return keys, values
+
+    @property
+    def split(self) -> tuple[cpu.Blocks, cpu.Blocks] | None:
+        """The stored keys' and values' matrices, where the projection is kept as two."""
+        found: tuple[cpu.Blocks, cpu.Blocks] | None = getattr(self.projection, "split", None)
+        return found
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, P + V, L): a view of the weight where it is numbers of that dtype, else numbers made for this call."""
@@ -47,19 +58,20 @@ class LatentMatrices:
 
     def absorb(self, query_BNSP: torch.Tensor) -> torch.Tensor:
         """q_nope W_UK: (B, N, S, L)."""
-        keys_NPL = self.whole(query_BNSP.dtype)[:, : self.nope]
-        return _by_head(query_BNSP, keys_NPL)
+        if self.split is not None:
+            return _by_head(query_BNSP, self.projection.numbers(query_BNSP.dtype)[0].mT)  # type: ignore[operator]
+        return _by_head(query_BNSP, self.whole(query_BNSP.dtype)[:, : self.nope])
 
     def values(self, latents_BNSL: torch.Tensor) -> torch.Tensor:
         """Weighted latents times W_UV: (B, N, S, V)."""
-        values_NVL = self.whole(latents_BNSL.dtype)[:, self.nope :]
-        return _by_head(latents_BNSL, values_NVL.mT)
+        if self.split is not None:
+            return _by_head(latents_BNSL, self.projection.numbers(latents_BNSL.dtype)[1].mT)  # type: ignore[operator]
+        return _by_head(latents_BNSL, self.whole(latents_BNSL.dtype)[:, self.nope :].mT)
 
     def blocks(self) -> tuple[HeadBlocks, HeadBlocks] | None:
         """W_UK and W_UV for the CPU kernels, as they are stored; None where the kernels can't take them."""
-        split = getattr(self.projection, "split", None)
-        if split is not None:
-            keys, values = split
+        if self.split is not None:
+            keys, values = self.split
             return HeadBlocks(keys, keys.rows // self.heads, keys.rows // self.heads), HeadBlocks(values, self.value, self.value)
         parts = getattr(self.projection, "parts", [])
         if len(parts) == 1:
@@ -76,8 +88,8 @@ class LatentMatrices:
             if both is None:
                 return None
             step = self.nope + self.value
-            keys = HeadBlocks(both, self.nope, step, transposed=True)
-            self._owner, self._blocks = owner, (keys, HeadBlocks(both, self.value, step, self.nope))
+            absorbing = HeadBlocks(both, self.nope, step, transposed=True)
+            self._owner, self._blocks = owner, (absorbing, HeadBlocks(both, self.value, step, self.nope))
         return self._blocks
 
 
