@@ -135,6 +135,25 @@ def test_with_float_weights_the_logits_are_llama_cpps(name: str, recorder: Any, 
         assert found.same == len(positions)
 
 
+LATENT = """\
+  - match: "class=DeepseekV2Attention | class=DeepseekV3Attention"
+    replace: KDeepseekV2Attention
+    kwargs: {absorb_for_prefill: %s}
+"""
+
+
+@pytest.mark.parametrize("absorb", ["true", "false"])
+@pytest.mark.parametrize("name", [name for name in EXACT if name.startswith("deepseek2")])
+def test_latent_attention_absorbed_and_expanded_is_llama_cpps(name: str, absorb: str, recorder: Any, folder: Path) -> None:
+    record, weights = recorded(name), weights_of(name, recorder, folder)
+    model = ktopt.apply(SourceFile("rules.yaml", RULES % FLOAT + LATENT % absorb), weights, weights)
+    positions = [at["position"] for at in record["positions"]]
+    for at_once in (0, FEW, 50):
+        found = distance(logits_at(model, record["tokens"], positions, at_once), record)
+        assert found.worst < 1e-4
+        assert found.same == len(positions)
+
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_models_keep_to_llama_cpp_and_to_the_float_reference(name: str, recorder: Any, folder: Path) -> None:
     if not cpu.available()[0]:

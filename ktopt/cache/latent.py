@@ -117,6 +117,12 @@ class LatentLayer(DynamicLayer):
         return whole_B1NW[..., self._latent :] if which else whole_B1NW[..., : self._latent]
 
     @property
+    def stored(self) -> list[torch.Tensor]:
+        """The memory that it holds, pages for tokens to come included."""
+        made = [] if self.pool is None else [self.pool.pages_GTW]
+        return made if self.expanded is None else [*made, *self.expanded.stored]
+
+    @property
     def batch(self) -> int:
         return len(self._held)
 

@@ -79,7 +79,7 @@ def cache_bytes(cache: Any) -> int:
     """What a cache's tensors hold."""
     held = {}
     for layer in getattr(cache, "layers", []):
-        for tensor in vars(layer).values():
+        for tensor in (*vars(layer).values(), *getattr(layer, "stored", ())):
             if isinstance(tensor, torch.Tensor):
                 held[tensor.data_ptr()] = tensor.nbytes
     return sum(held.values())

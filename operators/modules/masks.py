@@ -22,7 +22,7 @@ def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> to
     past     tokens in memory before the queries; N may be fewer than past + S where a window has closed over the oldest
     window   tokens that a query sees, its own included; 0 for all
     """
-    about = (queries, past, window, mask.data_ptr(), mask._version)
+    about = (queries, past, window, mask.data_ptr(), 0 if mask.is_inference() else mask._version)
     held, known, answer = _last
     if held is not None and held() is mask and known == about:
         return answer  # type: ignore[no-any-return]
