@@ -22,7 +22,7 @@ LAYERS = frozenset(
     )
 )  # fmt: skip
 """The layers whose forward the kernels compute."""
-RUN_BELOW = frozenset({"KTransformersLinear", "KTransformersExperts", "KTransformersExpertsV2"})
+RUN_BELOW = frozenset({"KTransformersLinear", "KTransformersExperts", "KTransformersExpertsV2", "KDeepseekV2Attention"})
 """Operators with an implementation whose weights the kernels can run on."""
 OPS_BELOW = frozenset({"KLinearCPUInfer", "KLinearTorch", "KExpertsCPU", "KExpertsTorch"})
 """Their inner ops that it can run."""
@@ -32,8 +32,10 @@ OPS_BELOW = frozenset({"KLinearCPUInfer", "KLinearTorch", "KExpertsCPU", "KExper
 class LayerConfig(PlacedConfig):
     """kwargs of KDecoderLayer."""
 
-    kv_dtype: Literal["float16", "bfloat16", "float32"] = option(
-        "float16", help="what keys and values are kept in; one beyond float16's 65504 is an error"
+    kv_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
+        "auto",
+        help="what keys and values are kept in, float16 by default, or latents, bfloat16 by default; a number beyond float16's "
+        "65504 is an error",
     )
 
 

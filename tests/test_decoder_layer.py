@@ -29,12 +29,29 @@ SHAPE = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "attn_implementation": "sdpa",
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+    "n_routed_experts": 8, "num_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 FAMILIES = {
     "llama": {},
     "llama with biases": {"attention_bias": True},
     "mistral": {"sliding_window": 9},
     "qwen2": {},
     "qwen3": {},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 56},
+    "qwen3_moe": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT | {"q_lora_rank": 24},
+    "deepseek_v3 without low rank": LATENT | {"q_lora_rank": None, "rope_interleave": False},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
 TEXT = torch.randint(0, 96, (1, 23), generator=torch.Generator().manual_seed(3))

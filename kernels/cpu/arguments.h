@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include "linear.h"
+#include "mla.h"
 
 namespace ktopt {
 
@@ -15,6 +16,10 @@ bool numbers(const char* name, PyObject* const* given, Py_ssize_t count, Py_ssiz
 // A matrix from (kind, address, rows, columns, nbytes); false with an exception set where they don't fit together.
 bool matrix(const long long* n, Matrix& out);
 
+// One matrix a head from (kind, address, rows, columns, nbytes, head_bytes, transposed), where nbytes reach from the first head's matrix to the
+// last one's end; false with an exception set where they don't fit.
+bool head_matrices(const long long* n, long long heads, HeadMatrices& out);
+
 template <class T>
 T* address(long long n) {
     return reinterpret_cast<T*>(uintptr_t(n));
@@ -23,6 +28,8 @@ T* address(long long n) {
 // layer(description) and run_layer(...): see kernels/cpu/layer.py.
 PyObject* make_layer(PyObject*, PyObject* description);
 PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* run_mlp(PyObject*, PyObject* const* given, Py_ssize_t count);
 
 // See kernels/cpu/latent.py.
 PyObject* latent_attention(PyObject*, PyObject* const* given, Py_ssize_t count);

@@ -27,8 +27,8 @@ const char* refuses(const AttentionShape& shape, int64_t kind, int64_t tokens, i
 // Query t stands at position first + t and sees the keys from max(start, first + t - window + 1) to first + t. One that sees none,
 // since it stands before `start`, gives zeros. q[t * q_stride + h * key_dim + d], out[t * out_stride + h * value_dim + d].
 //
-// Where the CPU multiplies bfloat16, queries, keys and the weights of values are rounded to it; sums are float32 everywhere. The
-// result doesn't depend on the number of threads. Answers false where there is no memory for a thread's tiles.
+// Where the CPU multiplies bfloat16, and the cache isn't float32, queries, keys and the weights of values are rounded to it; sums are
+// float32 everywhere. The result doesn't depend on the number of threads. Answers false where there is no memory for a thread's tiles.
 bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, const float* q, int64_t q_stride, int64_t tokens,
                        int64_t first, int64_t start, float* out, int64_t out_stride, int threads);
 

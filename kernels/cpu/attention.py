@@ -40,8 +40,9 @@ def prefill_attention(
     q is float32; keys and values are of one dtype, float32, float16 or bfloat16, and D and V multiples of 8. A token's heads must
     lie one after the other in q and out, and a head's tokens in keys and values, each contiguous; tokens of q and out and heads of
     the cache may be further apart, so that slices of wider tensors do. All on the CPU. Where the CPU multiplies bfloat16 (`isa` is
-    avx512bf16), queries, keys, values and the softmax's numbers are rounded to it and summed up in float32; elsewhere all is
-    float32. The result is the same for any number of threads. ValueError for what doesn't fit. Releases the GIL.
+    avx512bf16) and the cache isn't float32, queries, keys, values and the softmax's numbers are rounded to it and summed up in
+    float32; elsewhere all is float32. The result is the same for any number of threads. ValueError for what doesn't
+    fit. Releases the GIL.
     """
     import torch
 

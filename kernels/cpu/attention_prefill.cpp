@@ -17,6 +17,15 @@ int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 thread_local Scratch tiles_scratch;
 
+// A cache in float32 asks for products in float32.
+const Kernels& kernels_for(int kind) {
+#if defined(__x86_64__)
+    if (kind == F32 && &kernels() == &avx512bf16_kernels) return avx512vnni_kernels;
+#endif
+    static_cast<void>(kind);
+    return kernels();
+}
+
 struct Job {
     PrefillPart all;  // of the first KV head, with all rows
     const KeyValues* cache;
@@ -60,7 +69,7 @@ const char* refuses(const AttentionShape& shape, int64_t kind, int64_t tokens, i
 
 bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, const float* q, int64_t q_stride, int64_t tokens,
                        int64_t first, int64_t start, float* out, int64_t out_stride, int threads) {
-    const Kernels& isa = kernels();
+    const Kernels& isa = kernels_for(cache.kind);
     const int64_t group = shape.heads / shape.kv_heads, rows = tokens * group;
     const int64_t tiles = divided(rows, isa.prefill_rows);
     Job job;

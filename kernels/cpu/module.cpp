@@ -140,6 +140,10 @@ PyMethodDef methods[] = {
     {"run_experts", fast(call_experts), METH_FASTCALL,
      "run_experts(object, x, bfloat16, tokens, choices, wide, weights, each, shared_weights, out, out_stride, add, threads)"},
     {"has_product", fast(has_product), METH_FASTCALL, "has_product(kind): whether many tokens have a kernel of their own now"},
+    {"run_latent_layer", fast(run_latent_layer), METH_FASTCALL,
+     "run_latent_layer(layer, x, batch, tokens, cos, sin, one_rotation, kind, latents, pages, page_tokens, table, columns, past, "
+     "starts, threads)"},
+    {"run_mlp", fast(run_mlp), METH_FASTCALL, "run_mlp(layer, x, tokens, threads)"},
     {"isa", isa, METH_NOARGS, "the instruction set that runs"},
     {"set_isa", set_isa, METH_O, "run this one, None for the best; False where this CPU lacks it"},
     {nullptr, nullptr, 0, nullptr},

@@ -37,8 +37,8 @@ bool attention(const long long* n, LatentShape& shape, LatentCache& cache, std::
     return false;
 }
 
-// One matrix a head from (kind, address, rows, columns, nbytes, head_bytes, transposed), where nbytes reach from the first head's matrix to the
-// last one's end; false with an exception set where they don't fit.
+}  // namespace
+
 bool head_matrices(const long long* n, long long heads, HeadMatrices& out) {
     Matrix one;
     const long long head_bytes = n[5], last = n[4] - (heads - 1) * head_bytes;
@@ -51,8 +51,6 @@ bool head_matrices(const long long* n, long long heads, HeadMatrices& out) {
     out = {one.kind, one.data, one.rows, one.columns, head_bytes, n[6] != 0};
     return true;
 }
-
-}  // namespace
 
 PyObject* latent_attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
     constexpr int MORE = 4;

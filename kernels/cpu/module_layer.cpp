@@ -10,6 +10,10 @@ namespace {
 
 constexpr const char* NAME = "ktopt.kernels.cpu.layer";
 
+constexpr int64_t MOST_DIM = 1024, MOST_HEADS = 4096, MOST_WIDTH = 1 << 24;
+
+bool within(int64_t n, int64_t least, int64_t most) { return n >= least && n <= most; }
+
 // Reads a description. After the first thing that is wrong, `failed` stays true with an exception set, and all else reads as zero.
 class Reader {
 public:
@@ -27,6 +31,9 @@ public:
         PyObject* value = failed_ ? nullptr : PyDict_GetItemString(given_, key);
         return value != nullptr && value != Py_None;
     }
+
+    // A borrowed reference, or null.
+    PyObject* object(const char* key) { return item(key); }
 
     int64_t number(const char* key) {
         PyObject* value = item(key);
@@ -81,6 +88,17 @@ public:
         return made;
     }
 
+    // One matrix a head, from the numbers that head_matrices takes.
+    HeadMatrices heads(const char* key, int64_t count) {
+        PyObject* tuple = item(key);
+        long long n[7] = {};
+        HeadMatrices made{};
+        if (tuple == nullptr || !PyTuple_Check(tuple) || PyTuple_Size(tuple) != 7) fail(std::string(key) + " must be seven numbers");
+        for (int i = 0; i < 7 && !failed_; i++) n[i] = checked(PyLong_AsLongLong(PyTuple_GetItem(tuple, i)));
+        if (!failed_ && !head_matrices(n, count, made)) failed_ = true;
+        return made;
+    }
+
 private:
     PyObject* item(const char* key) {
         PyObject* value = failed_ ? nullptr : PyDict_GetItemString(given_, key);
@@ -107,10 +125,6 @@ private:
     bool failed_ = false;
 };
 
-constexpr int64_t MOST_DIM = 1024, MOST_HEADS = 4096, MOST_WIDTH = 1 << 24;
-
-bool within(int64_t n, int64_t least, int64_t most) { return n >= least && n <= most; }
-
 void read_attention(Reader& in, Layer& layer) {
     Attention& a = layer.attention;
     a.heads = in.number("heads");
@@ -131,6 +145,34 @@ void read_attention(Reader& in, Layer& layer) {
     a.output = in.bundle("output", a.heads * a.head_dim, layer.hidden);
 }
 
+void read_latent(Reader& in, Layer& layer) {
+    LatentAttention& a = layer.latent;
+    a.shape = {in.number("heads"), in.number("nope"), in.number("rope"), in.number("latent"), in.number("value")};
+    a.q_rank = in.number("q_rank");
+    a.pairing = int(in.number("pairing"));
+    a.scale = in.real("scale");
+    const LatentShape& s = a.shape;
+    if (!in.failed() && (!within(s.heads, 1, MOST_HEADS) || !within(s.nope, 1, MOST_DIM) || !within(s.rope, 2, MOST_DIM) ||
+                         s.rope % 2 != 0 || !within(s.latent, 16, 1 << 14) || s.latent % 16 != 0 || !within(s.value, 1, MOST_DIM) ||
+                         !within(a.q_rank, 0, MOST_WIDTH) || !within(a.pairing, HALVES, NEIGHBOURS)))
+        in.fail("the latent attention's heads or dimensions are none that the kernels have");
+    a.q_norm = in.norm("q_norm");
+    a.latent_norm = in.norm("latent_norm");
+    if (!in.failed() && (a.latent_norm.weight == nullptr || (a.q_rank > 0 && a.q_norm.weight == nullptr)))
+        in.fail("a latent needs a norm");
+    if (in.failed()) return;
+    const int64_t query = s.heads * (s.nope + s.rope);
+    a.first = in.bundle("first", layer.hidden, (a.q_rank > 0 ? a.q_rank : query) + s.width());
+    if (a.q_rank > 0) a.second = in.bundle("second", a.q_rank, query);
+    a.output = in.bundle("output", s.heads * s.value, layer.hidden);
+    a.keys = in.heads("keys", s.heads);
+    a.values = in.heads("values", s.heads);
+    const bool fit = a.keys.transposed ? a.keys.rows == s.nope && a.keys.columns == s.latent
+                                       : a.keys.rows == s.latent && a.keys.columns == s.nope;
+    if (!in.failed() && (!fit || a.values.rows != s.value || a.values.columns != s.latent || a.values.transposed))
+        in.fail("kv_b_proj doesn't fit the heads");
+}
+
 void read_mlp(Reader& in, Layer& layer) {
     Mlp& m = layer.mlp;
     m.activation = int(in.number("activation"));
@@ -142,16 +184,85 @@ void read_mlp(Reader& in, Layer& layer) {
     m.down = in.bundle("down", m.intermediate, layer.hidden);
 }
 
+void read_routed(Reader& in, Layer& layer) {
+    RoutedMlp& m = layer.routed;
+    m.experts = experts_in(in.object("experts"));
+    if (m.experts == nullptr) in.fail("experts must be what experts() made");
+    Routing& r = m.routing;
+    r.experts = in.number("routed");
+    r.chosen = in.number("chosen");
+    r.sigmoid = in.number("sigmoid") != 0;
+    r.normalize = in.number("normalize") != 0;
+    r.sum_of_two = in.number("sum_of_two") != 0;
+    r.scale = in.real("routed_scale");
+    r.bias = in.floats("choice_bias");
+    r.groups = in.number("groups");
+    r.kept_groups = in.number("kept_groups");
+    m.gated = in.number("gated") != 0;
+    if (in.failed()) return;
+    if (!within(r.experts, 1, MOST_EXPERTS) || r.experts != int64_t(m.experts->routed.size()) ||
+        m.experts->hidden() != layer.hidden || !within(r.groups, 1, r.experts) || r.experts % r.groups != 0 ||
+        !within(r.kept_groups, 1, r.groups) || !within(r.chosen, 1, r.experts / r.groups * r.kept_groups) ||
+        (m.gated && !m.experts->has_shared)) {
+        in.fail("the router doesn't fit the experts");
+        return;
+    }
+    m.products = in.bundle("router", layer.hidden, r.experts + m.gated);
+}
+
 void destroy(PyObject* capsule) { delete static_cast<Layer*>(PyCapsule_GetPointer(capsule, NAME)); }
 
-const char* unfit(const Run& run) {
+const char* unfit(const Layer& layer, const Run& run) {
     if (run.x == nullptr || run.cos == nullptr || run.sin == nullptr) return "an address is missing";
     if (!within(run.batch, 1, 1 << 20) || !within(run.tokens, 1, 1 << 30)) return "there must be a sequence and a token";
-    const KeyValueCache& c = run.cache;
-    if (c.kind != F32 && c.kind != F16 && c.kind != BF16) return "a cache holds float32, float16 or bfloat16";
-    if (c.keys == nullptr || c.values == nullptr) return "there is no cache";
-    if (c.past < 0 || c.capacity < c.past + run.tokens) return "the cache is too small";
+    if (run.cache != nullptr) {
+        const KeyValueCache& c = *run.cache;
+        if (layer.attention.heads == 0) return "the layer's attention is latent";
+        if (c.kind != F32 && c.kind != F16 && c.kind != BF16) return "a cache holds float32, float16 or bfloat16";
+        if (c.keys == nullptr || c.values == nullptr) return "there is no cache";
+        if (c.past < 0 || c.capacity < c.past + run.tokens) return "the cache is too small";
+    }
+    if (run.latents != nullptr) {
+        const PagedLatents& l = *run.latents;
+        if (layer.latent.shape.heads == 0) return "the layer's attention isn't latent";
+        if (l.cache.kind != F32 && l.cache.kind != F16 && l.cache.kind != BF16) return "a cache holds float32, float16 or bfloat16";
+        if (l.cache.data == nullptr || l.table == nullptr) return "there is no cache";
+        if (!within(l.cache.pages, 1, INT32_MAX) || !within(l.cache.page_tokens, 1, INT32_MAX) || l.past < 0 ||
+            l.table_columns * l.cache.page_tokens < l.past + run.tokens)
+            return "the cache is too small";
+        const int64_t columns = (l.past + run.tokens + l.cache.page_tokens - 1) / l.cache.page_tokens;
+        for (int64_t s = 0; s < run.batch; s++)
+            for (int64_t i = 0; i < columns; i++)
+                if (!within(l.table[s * l.table_columns + i], 0, l.cache.pages - 1)) return "a page lies beyond the cache";
+    }
     return nullptr;
+}
+
+// The layer and the numbers after it; null with an exception set where they aren't.
+const Layer* layer_and(const char* name, PyObject* const* given, Py_ssize_t count, Py_ssize_t wanted, long long* n) {
+    if (count < 1) {
+        PyErr_Format(PyExc_TypeError, "%s needs a layer", name);
+        return nullptr;
+    }
+    auto* layer = static_cast<const Layer*>(PyCapsule_GetPointer(given[0], NAME));
+    return layer != nullptr && numbers(name, given + 1, count - 1, wanted, n) ? layer : nullptr;
+}
+
+PyObject* ran(const Layer& layer, const Run& r) {
+    if (const char* reason = unfit(layer, r)) {
+        PyErr_SetString(PyExc_ValueError, reason);
+        return nullptr;
+    }
+    Outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = run(layer, r);
+    Py_END_ALLOW_THREADS
+    if (outcome == Outcome::no_memory) return PyErr_NoMemory();
+    if (outcome == Outcome::beyond_float16) {
+        PyErr_SetString(PyExc_OverflowError, "a key or a value is beyond float16");
+        return nullptr;
+    }
+    Py_RETURN_NONE;
 }
 
 }  // namespace
@@ -167,33 +278,43 @@ PyObject* make_layer(PyObject*, PyObject* description) {
     layer->after_mlp = in.norm("after_mlp");
     if (!in.failed() && (layer->before_attention.weight == nullptr || layer->before_mlp.weight == nullptr))
         in.fail("a layer norms before its attention and before its MLP");
-    read_attention(in, *layer);
-    read_mlp(in, *layer);
+    if (in.has("nope")) {
+        read_latent(in, *layer);
+    } else {
+        read_attention(in, *layer);
+    }
+    if (in.has("experts")) {
+        read_routed(in, *layer);
+    } else {
+        read_mlp(in, *layer);
+    }
     return in.failed() ? nullptr : PyCapsule_New(layer.release(), NAME, destroy);
 }
 
 PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
     long long n[13];
-    auto* layer = count < 1 ? nullptr : static_cast<const Layer*>(PyCapsule_GetPointer(given[0], NAME));
-    if (count < 1) PyErr_SetString(PyExc_TypeError, "run_layer needs a layer");
-    if (layer == nullptr || !numbers("run_layer", given + 1, count - 1, 13, n)) return nullptr;
-    const Run r{address<float>(n[0]), n[1], n[2], address<const float>(n[3]), address<const float>(n[4]), n[5] != 0,
-                {int(n[6]), address<uint8_t>(n[7]), address<uint8_t>(n[8]), n[9], n[10]},
-                address<const int64_t>(n[11]), int(n[12])};
-    if (const char* reason = unfit(r)) {
-        PyErr_SetString(PyExc_ValueError, reason);
-        return nullptr;
-    }
-    Outcome outcome;
-    Py_BEGIN_ALLOW_THREADS
-    outcome = run(*layer, r);
-    Py_END_ALLOW_THREADS
-    if (outcome == Outcome::no_memory) return PyErr_NoMemory();
-    if (outcome == Outcome::beyond_float16) {
-        PyErr_SetString(PyExc_OverflowError, "a key or a value is beyond float16");
-        return nullptr;
-    }
-    Py_RETURN_NONE;
+    const Layer* layer = layer_and("run_layer", given, count, 13, n);
+    if (layer == nullptr) return nullptr;
+    const KeyValueCache cache{int(n[6]), address<uint8_t>(n[7]), address<uint8_t>(n[8]), n[9], n[10]};
+    return ran(*layer, {address<float>(n[0]), n[1], n[2], address<const float>(n[3]), address<const float>(n[4]), n[5] != 0, &cache,
+                        nullptr, address<const int64_t>(n[11]), int(n[12])});
+}
+
+PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[15];
+    const Layer* layer = layer_and("run_latent_layer", given, count, 15, n);
+    if (layer == nullptr) return nullptr;
+    const PagedLatents latents{{int(n[6]), address<const uint8_t>(n[7]), n[8], n[9]}, address<const int32_t>(n[10]), n[11], n[12]};
+    return ran(*layer, {address<float>(n[0]), n[1], n[2], address<const float>(n[3]), address<const float>(n[4]), n[5] != 0, nullptr,
+                        &latents, address<const int64_t>(n[13]), int(n[14])});
+}
+
+PyObject* run_mlp(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[3];
+    const Layer* layer = layer_and("run_mlp", given, count, 3, n);
+    if (layer == nullptr) return nullptr;
+    auto* x = address<float>(n[0]);
+    return ran(*layer, {x, 1, n[1], x, x, true, nullptr, nullptr, nullptr, int(n[2])});
 }
 
 }  // namespace ktopt

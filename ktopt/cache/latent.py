@@ -145,21 +145,31 @@ class LatentLayer(DynamicLayer):
                 "it larger, or shorten the prompt"
             )
 
+    def reserve(self, tokens: int) -> None:
+        """Give each sequence pages of its own for so many more tokens. KtoptError where they are more than the cache may hold."""
+        assert self.pool is not None
+        self.check_room(tokens)
+        first = self._tokens // self.page_tokens
+        wanted = -(-(self._tokens + tokens) // self.page_tokens)
+        for pages in self._held:
+            for at in range(first, len(pages)):
+                own = self.pool.own(pages[at])
+                if own != pages[at]:
+                    pages[at], self._table = own, None
+            if wanted > len(pages):
+                pages += self.pool.take(wanted - len(pages))
+                self._table = None
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that have been written into the pages that were reserved for them."""
+        self._tokens += tokens
+
     def append(self, latents_BSW: torch.Tensor) -> None:
         """Add S tokens to each sequence. KtoptError where they are more than the cache may hold."""
         assert self.pool is not None
         added = latents_BSW.shape[1]
-        self.check_room(added)
+        self.reserve(added)
         first, size = self._tokens // self.page_tokens, self.page_tokens
-        wanted = -(-(self._tokens + added) // size)
-        for pages in self._held:
-            if first < len(pages):
-                own = self.pool.own(pages[first])
-                if own != pages[first]:
-                    pages[first], self._table = own, None
-            if wanted > len(pages):
-                pages += self.pool.take(wanted - len(pages))
-                self._table = None
         if added == 1 and self.batch == 1:
             self.pool.pages_GTW[self._held[0][first], self._tokens % size] = latents_BSW[0, 0]
         else:

@@ -1,55 +1,72 @@
 """KDecoderLayer on the CPU: a decoder layer of transformers that runs as one call of the kernels.
 
-It is the original's class with another forward: children, parameter names and calls stay. Where a call asks for what the kernels
-don't do (gradients, a mask of another shape, a cache of another kind), or a child has been given a hook or has been replaced,
-the original's forward runs on the same children and the same cache, and the log says why, once for each reason.
+It is the original's class with another forward (see mixing.py). Where a call asks for what the kernels don't do (gradients, a mask
+of another shape, a cache of another kind), or a child has been given a hook or has been replaced, the original's forward runs on
+the same children and the same cache, and the log says why, once for each reason.
 
-Legend: B sequences, S new tokens of each, N tokens that the mask covers, H hidden size.
+Latent attention runs in the kernels for few tokens, decoding; for a prompt its module computes it, and the kernels the MLP.
+
+Legend: B sequences, S new tokens of each, H hidden size.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules import module as torch_module
 
 from ktopt.cache.growing import GrowingLayer, GrowingSlidingLayer, growing_layer
+from ktopt.cache.latent import LatentLayer, latent_layer
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.operators.layer import LayerConfig
 from ktopt.operators.modules.fusing import Fused, describe
 from ktopt.operators.modules.masks import first_tokens
+from ktopt.operators.modules.mixing import Mixed, mix
+from ktopt.operators.modules.rotation import rotation
 
 log = logging.getLogger(__name__)
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """The kernels' numbers of the dtypes that a cache may have."""
+FEW_LATENT = 16
+"""Up to so many new tokens of a sequence the kernels attend to latents, absorbed; more go through the attention's module."""
 
 
-class KDecoderLayer(nn.Module):
-    """What is mixed into the original's class. `origin` is that class, `kv_dtype` what keys and values are kept in."""
+class KDecoderLayer(Mixed, nn.Module):
+    """What is mixed into the original's class. `kv_dtype` is what keys and values, or latents, are kept in."""
 
-    origin: type[nn.Module]
+    OWN = ("_kernel",)
+    kv_dtype: torch.dtype
 
     @classmethod
     def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
         """The original's children under a class of its own. KtoptError where the kernels can't run them, with the reason."""
-        if not cpu.available()[0]:
-            log.warning("%s is left as it is: %s", context.step.path, cpu.available()[1])
+        there, why_not = cpu.available()
+        if not there:
+            log.warning("%s is left as it is: %s", context.step.path, why_not)
             return original
-        made = _blank(type(original))
-        made.__dict__.update(original.__dict__)
-        made._modules = dict(original._modules)
-        made.kv_dtype = getattr(torch, cast(LayerConfig, context.config).kv_dtype)
+        made = mix(cls, original)
         described = describe(made)
         if isinstance(described, str):
             raise KtoptError(f"{context.step.path}: KDecoderLayer can't run this {type(original).__name__} as one: {described}")
-        return made
+        asked = cast(LayerConfig, context.config).kv_dtype
+        made.kv_dtype = getattr(torch, asked if asked != "auto" else "bfloat16" if described.latent else "float16")
+        return made  # type: ignore[no-any-return]
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module's, but past its machinery where nothing is hooked: a layer of a small model takes less time than that."""
+        if not (args or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or _hooked_everywhere()):
+            made = self._fused(hidden_states, **kwargs)
+            if not isinstance(made, str):
+                return made
+        return super().__call__(hidden_states, *args, **kwargs)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """hidden_states (B, S, H) to the same shape and dtype. Takes what the original's forward takes."""
@@ -64,58 +81,54 @@ class KDecoderLayer(nn.Module):
         self,
         x_BSH: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Any = None,
         cache: Any = None,
         past_key_values: Any = None,
-        **kwargs: Any,
+        **others: Any,
     ) -> torch.Tensor | str:
         """The result, or why the kernels can't make it."""
-        fused = self.__dict__.get("_kernel")
+        fused: Any = self.__dict__.get("_kernel")
         if fused is None or not fused.stands():
-            fused = self._prepare()
+            fused = self.__dict__["_kernel"] = describe(self)
             if isinstance(fused, str):
+                del self.__dict__["_kernel"]
                 return fused
         if (reason := _unfit(x_BSH)) or position_embeddings is None:
             return reason or "no position embeddings"
-        batch, tokens, _ = x_BSH.shape
-        held = self._cache_layer(cache if cache is not None else past_key_values, fused, batch)
-        if isinstance(held, str):
-            return held
-        seen = 0 if attention_mask is None else first_tokens(attention_mask, tokens, held.past, fused.window)
-        if isinstance(seen, str):
-            return seen
-        cos, sin = (
-            each if each.dtype is torch.float32 and each.is_contiguous() else each.float().contiguous()
-            for each in position_embeddings
-        )
-        out = torch.empty_like(x_BSH, dtype=torch.float32, memory_format=torch.contiguous_format).copy_(x_BSH)
-        held.room(tokens)
-        keys, values = held.stored
+        cache = cache if cache is not None else past_key_values
         try:
-            fused.run(
-                out.data_ptr(), batch, tokens, cos.data_ptr(), sin.data_ptr(), cos.shape[0] == 1,
-                KINDS[keys.dtype], keys.data_ptr(), values.data_ptr(), keys.shape[2], held.past,
-                0 if isinstance(seen, int) else seen.data_ptr(), torch.get_num_threads(),
-            )  # fmt: skip
+            if fused.latent:
+                return self._latent(fused, x_BSH, attention_mask, position_embeddings, cache, others)
+            return self._grouped(fused, x_BSH, attention_mask, position_embeddings, cache)
         except OverflowError as error:
             raise KtoptError(
                 f"layer {fused.index}: {error} (more than 65504): give KDecoderLayer `kv_dtype: float32` or bfloat16"
             ) from None
+
+    def _grouped(self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any) -> torch.Tensor | str:
+        batch, tokens, _ = x_BSH.shape
+        held = self._cache_layer(cache, fused, batch)
+        if isinstance(held, str):
+            return held
+        seen = 0 if mask is None else first_tokens(mask, tokens, held.past, fused.window)
+        if isinstance(seen, str):
+            return seen
+        turn = rotation(embeddings)
+        out = _copied(x_BSH)
+        held.room(tokens)
+        keys, values = held.stored
+        fused.run(
+            out.data_ptr(), batch, tokens, turn.cos, turn.sin, turn.one, KINDS[keys.dtype], keys.data_ptr(), values.data_ptr(),
+            keys.shape[2], held.past, 0 if isinstance(seen, int) else seen.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
         held.advance(tokens)
         return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
-
-    def _prepare(self) -> Fused | str:
-        described = describe(self)
-        if not isinstance(described, str):
-            self.__dict__["_kernel"] = described
-        return described
 
     def _cache_layer(self, cache: Any, fused: Fused, batch: int) -> GrowingLayer | str:
         """The cache's layer, or one for this call alone."""
         held = GrowingLayer(self.kv_dtype) if cache is None else growing_layer(cache, fused.index, self.kv_dtype)
         if held is None:
-            kind = type(cache.layers[fused.index]).__name__ if fused.index < len(cache.layers) else type(cache).__name__
-            return f"a cache of another kind ({kind})"
+            return _other_cache(cache, fused.index)
         if not held.is_initialized:
             none = torch.empty(batch, fused.kv_heads, 0, fused.head_dim, dtype=self.kv_dtype)
             held.lazy_initialization(none, none)
@@ -126,25 +139,78 @@ class KDecoderLayer(nn.Module):
             return f"a cache with a window of {held.sliding_window}"
         return held
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without what the kernels were given, which names this process's memory."""
-        return {name: value for name, value in self.__dict__.items() if name != "_kernel"}
+    def _latent(
+        self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any, others: dict[str, Any]
+    ) -> torch.Tensor | str:
+        batch, tokens, _ = x_BSH.shape
+        if not isinstance(mask, torch.Tensor | None):
+            return f"an attention mask of another kind ({type(mask).__name__})"
+        page_tokens = fused.page_tokens
+        held = (
+            LatentLayer(page_tokens, self.kv_dtype)
+            if cache is None
+            else latent_layer(cache, fused.index, page_tokens, self.kv_dtype)
+        )
+        if held is None:
+            return _other_cache(cache, fused.index)
+        if held.is_initialized and (held.batch != batch or held.dtype not in KINDS or held.device.type != "cpu"):
+            return f"a cache of {held.dtype} for {held.batch} sequences on {held.device}"
+        held.start(batch, *fused.latent, self.kv_dtype, x_BSH.device)
+        past = held.get_seq_length()
+        seen = 0 if mask is None else first_tokens(mask, tokens, past, 0) if tokens <= FEW_LATENT else 0
+        if isinstance(seen, str):
+            return seen
+        if tokens > FEW_LATENT:
+            return self._prompt(fused, x_BSH, mask, embeddings, cache, others)
+        turn = rotation(embeddings)
+        out = _copied(x_BSH)
+        held.reserve(tokens)
+        assert held.pool is not None
+        pages, table = held.pool.pages_GTW, held.table()
+        fused.run_latent(
+            out.data_ptr(), batch, tokens, turn.cos, turn.sin, turn.one, KINDS[pages.dtype], pages.data_ptr(), pages.shape[0],
+            pages.shape[1], table.data_ptr(), table.shape[1], past, 0 if isinstance(seen, int) else seen.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        held.advance(tokens)
+        return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (self.origin,), self.__getstate__()
+    def _prompt(
+        self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any, others: dict[str, Any]
+    ) -> torch.Tensor:
+        """Attention by its module, and the MLP by the kernels."""
+        attended = self.self_attn(
+            hidden_states=self.input_layernorm(x_BSH),
+            attention_mask=mask,
+            position_embeddings=embeddings,
+            cache=cache,
+            **others,
+        )[0]
+        out = _copied(x_BSH + attended)
+        fused.run_mlp(out.data_ptr(), out.shape[0] * out.shape[1], torch.get_num_threads())
+        return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
 
 
-@cache
-def _fused_class(origin: Any) -> Any:
-    return type(f"K{origin.__name__}", (KDecoderLayer, origin), {"origin": origin, "__module__": __name__})
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous float32 copy."""
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x.clone()
+    return torch.empty(x.shape, dtype=torch.float32).copy_(x)
 
 
-def _blank(origin: Any) -> Any:
-    """A fused layer without children: to be filled."""
-    made = _fused_class(origin)
-    layer: Any = made.__new__(made)
-    nn.Module.__init__(layer)
-    return layer
+def _hooked_everywhere() -> bool:
+    """Whether hooks are set on all modules of the process."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def _other_cache(cache: Any, index: int) -> str:
+    kind = type(cache.layers[index]).__name__ if index < len(cache.layers) else type(cache).__name__
+    return f"a cache of another kind ({kind})"
 
 
 def _unfit(x: torch.Tensor) -> str:

@@ -6,14 +6,17 @@ attributes, and anything unforeseen is a reason to refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
+from ktopt.cache.latent import PAGE_TOKENS
 from ktopt.kernels import cpu
+from ktopt.operators.modules.fusing_experts import routed
+from ktopt.operators.modules.latent_matrices import LatentMatrices
+from ktopt.operators.modules.watching import CannotFuse, Watched, bundle, norm_of, only, parts_of
 
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "ReLU": 2}
 """The kernels' numbers of the activations that they have."""
@@ -21,97 +24,52 @@ ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "ReLU": 2}
 
 @dataclass(eq=False)
 class Fused:
-    """A layer that the kernels can run: `run` takes what _cpu.run_layer does after the layer.
+    """A layer that the kernels can run.
 
     index            the layer's number in the cache
-    kv_heads, head_dim, window   its cache's shape; window 0 for none
-    stands           whether the children are still those that it was made of, and without hooks
+    kv_heads, head_dim, window   of grouped-query attention, its cache's shape; window 0 for none
+    latent           of latent attention, the numbers of a token's latent and of its rotary key; None for grouped-query attention
+    page_tokens      of its cache
+    run, run_latent, run_mlp   the extension's functions of these names, on the layer
     """
 
     index: int
-    kv_heads: int
-    head_dim: int
-    window: int
-    run: Callable[..., None]
     watched: Watched
+    kv_heads: int = 0
+    head_dim: int = 0
+    window: int = 0
+    latent: tuple[int, int] | None = None
+    page_tokens: int = PAGE_TOKENS
+    run: Callable[..., None] = lambda *call: None
+    run_latent: Callable[..., None] = lambda *call: None
+    run_mlp: Callable[..., None] = lambda *call: None
 
     def stands(self) -> bool:
+        """Whether the children are still those that it was made of, and without hooks."""
         return self.watched.stands()
-
-
-@dataclass(eq=False)
-class Watched:
-    """What a fused layer was made of: children and parameters by identity, and whether hooks have come. It keeps them alive."""
-
-    children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
-    hooks: list[Mapping[int, Any]] = field(default_factory=list)
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    kept: list[Any] = field(default_factory=list)
-
-    def add(self, parent: nn.Module) -> None:
-        """Watch a module's children and parameters, and the children's hooks."""
-        for held in (parent._modules, parent._parameters):
-            self.children += [(held, name, child) for name, child in held.items()]
-        for child in parent._modules.values():
-            if child is None:
-                continue
-            if "forward" in vars(child):
-                raise CannotFuse(f"a forward of its own was set on a {type(child).__name__}")
-            self.children.append((vars(child), "forward", None))
-            self.hooks += [child._forward_hooks, child._forward_pre_hooks]
-
-    def stands(self) -> bool:
-        for held, name, child in self.children:
-            if held.get(name) is not child:
-                return False
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                return False
-        return not any(self.hooks) or not self.calls_back()
-
-    def calls_back(self) -> bool:
-        """Whether a child has a hook that matters now: transformers' own only do while outputs of attention are asked for."""
-        for hooks in self.hooks:
-            if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values()):
-                return True
-        from transformers.utils.output_capturing import _active_collector
-
-        asked = _active_collector.get()
-        return bool(asked) and any(key != "hidden_states" and not key.startswith("_") for key in asked)
-
-
-class CannotFuse(Exception):
-    """Why a layer can't be run as one."""
 
 
 def describe(layer: Any) -> Fused | str:
     """The layer for the kernels, or why it can't be. On the meta device, before weights are there, only the reasons count."""
     watched = Watched()
     try:
-        description = _layer(layer, watched)
-        if watched.hooks and any(watched.hooks) and watched.calls_back():
+        fused, description = _layer(layer, watched)
+        if any(watched.hooks) and watched.calls_back():
             return "a part of it has a hook"
-        return _made(layer, description, watched)
+        if not any(parameter.is_meta for parameter in layer.parameters()):
+            runners = cpu.layer_runners(description)
+            fused.run, fused.run_latent, fused.run_mlp = runners
+        return fused
     except CannotFuse as reason:
         return str(reason)
+    except ValueError as error:  # sizes that only the extension refuses
+        return str(error)
 
 
-def _made(layer: Any, description: dict[str, Any], watched: Watched) -> Fused:
-    attention = layer.self_attn
-    run: Callable[..., None] = lambda *call: None  # noqa: E731
-    if not any(parameter.is_meta for parameter in layer.parameters()) and _complete(description):
-        run = cpu.layer_runner(description)
-    return Fused(attention.layer_idx, description["kv_heads"], description["head_dim"], description["window"], run, watched)
-
-
-def _complete(description: dict[str, Any]) -> bool:
-    return all(description[name] for name in ("qkv", "output", "gate_up", "down"))
-
-
-def _layer(layer: Any, watched: Watched) -> dict[str, Any]:
+def _layer(layer: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]:
     watched.add(layer)
     norms = {name for name in layer._modules if name.endswith("layernorm")}
-    _only(layer, {"self_attn", "mlp"} | norms)
+    only(layer, {"self_attn", "mlp"} | norms)
     four = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
     if norms == four:
         after_attention, before_mlp, after_mlp = (
@@ -124,17 +82,22 @@ def _layer(layer: Any, watched: Watched) -> dict[str, Any]:
     else:
         raise CannotFuse(f"its norms are {', '.join(sorted(norms))}")
     made = {
-        "before_attention": _norm(layer.input_layernorm, watched),
-        "after_attention": _norm(getattr(layer, after_attention), watched) if after_attention else None,
-        "before_mlp": _norm(getattr(layer, before_mlp), watched),
-        "after_mlp": _norm(getattr(layer, after_mlp), watched) if after_mlp else None,
+        "before_attention": norm_of(layer.input_layernorm, watched),
+        "after_attention": norm_of(getattr(layer, after_attention), watched) if after_attention else None,
+        "before_mlp": norm_of(getattr(layer, before_mlp), watched),
+        "after_mlp": norm_of(getattr(layer, after_mlp), watched) if after_mlp else None,
     }
-    return {**made, **_attention(layer.self_attn, watched), **_mlp(layer.mlp, watched)}
+    mlp = routed(layer.mlp, watched) if "experts" in layer.mlp._modules else _mlp(layer.mlp, watched)
+    if "kv_b_proj" in layer.self_attn._modules:
+        fused, attention = latent_attention(layer.self_attn, watched)
+    else:
+        fused, attention = _attention(layer.self_attn, watched)
+    return fused, {**made, **attention, **mlp}
 
 
-def _attention(attention: Any, watched: Watched) -> dict[str, Any]:
+def _attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]:
     watched.add(attention)
-    _only(attention, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
+    only(attention, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"})
     if getattr(attention, "attn_logit_softcapping", None) is not None:
         raise CannotFuse("its attention caps its logits")
     if not getattr(attention, "is_causal", True):
@@ -147,19 +110,67 @@ def _attention(attention: Any, watched: Watched) -> dict[str, Any]:
     if rotary.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise CannotFuse("its attention rotates a part of each head")
     kv_heads = attention.k_proj.out_features // dim
-    return {
+    fused = Fused(attention.layer_idx, watched, kv_heads, dim, _window(attention))
+    return fused, {
         "hidden": attention.q_proj.in_features,
         "heads": attention.q_proj.out_features // dim,
         "kv_heads": kv_heads,
         "head_dim": dim,
         "rotary_dim": dim,
-        "window": _window(attention),
+        "window": fused.window,
         "scale": float(attention.scaling),
-        "q_norm": _norm(attention.q_norm, watched) if "q_norm" in attention._modules else None,
-        "k_norm": _norm(attention.k_norm, watched) if "k_norm" in attention._modules else None,
+        "q_norm": norm_of(attention.q_norm, watched) if "q_norm" in attention._modules else None,
+        "k_norm": norm_of(attention.k_norm, watched) if "k_norm" in attention._modules else None,
         "qkv": bundle(watched, attention.q_proj, attention.k_proj, attention.v_proj),
         "output": bundle(watched, attention.o_proj),
     }
+
+
+def latent_attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]:
+    """Multi-head latent attention of DeepSeek V2 and V3."""
+    watched.add(attention)
+    names = {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+    only(attention, names)
+    low_rank = attention.q_lora_rank is not None
+    nope, rope, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
+    if attention.kv_lora_rank % 16:
+        raise CannotFuse(f"the kernels take a latent of a multiple of 16 numbers, not {attention.kv_lora_rank}")
+    parts_of(attention.kv_b_proj, watched)
+    watched.children.append((vars(attention.kv_b_proj), "split", vars(attention.kv_b_proj).get("split")))
+    matrices = LatentMatrices(attention.kv_b_proj, attention.num_heads, nope, value)
+    watched.kept.append(matrices)
+    blocks = None if any(p.is_meta for p in attention.kv_b_proj.parameters()) else matrices.blocks()
+    settings = getattr(attention, "settings", None)
+    if getattr(settings, "decode_cache", "latent") != "latent":
+        raise CannotFuse("its attention decodes on an expanded cache")
+    fused = Fused(attention.layer_idx, watched, latent=(attention.kv_lora_rank, rope))
+    fused.page_tokens = getattr(settings, "page_size", None) or PAGE_TOKENS
+    first = attention.q_a_proj if low_rank else attention.q_proj
+    return fused, {
+        "hidden": first.in_features,
+        "heads": attention.num_heads,
+        "nope": nope,
+        "rope": rope,
+        "latent": attention.kv_lora_rank,
+        "value": value,
+        "q_rank": attention.q_lora_rank or 0,
+        "pairing": _pairing(attention),
+        "scale": float(attention.scaling),
+        "q_norm": norm_of(attention.q_a_layernorm, watched) if low_rank else None,
+        "latent_norm": norm_of(attention.kv_a_layernorm, watched),
+        "first": bundle(watched, first, attention.kv_a_proj_with_mqa),
+        "second": bundle(watched, attention.q_b_proj) if low_rank else None,
+        "output": bundle(watched, attention.o_proj),
+        "keys": blocks[0].call(attention.num_heads) if blocks else None,
+        "values": blocks[1].call(attention.num_heads) if blocks else None,
+    }
+
+
+def _pairing(attention: Any) -> int:
+    """How rotary numbers are paired: in halves, as neighbours that come apart, or as neighbours that stay (see layer.h)."""
+    if any("DeepseekV2Attention" in cls.__name__ for cls in type(attention).__mro__):
+        return 2
+    return int(bool(getattr(attention.config, "rope_interleave", False)))
 
 
 def _window(attention: Any) -> int:
@@ -170,7 +181,7 @@ def _window(attention: Any) -> int:
 
 def _mlp(mlp: Any, watched: Watched) -> dict[str, Any]:
     watched.add(mlp)
-    _only(mlp, {"gate_proj", "up_proj", "down_proj", "act_fn"})
+    only(mlp, {"gate_proj", "up_proj", "down_proj", "act_fn"})
     return {
         "activation": _activation(mlp.act_fn),
         "intermediate": mlp.gate_proj.out_features,
@@ -184,80 +195,3 @@ def _activation(module: nn.Module) -> int:
     if number is None:
         raise CannotFuse(f"the kernels have no {type(module).__name__}")
     return number
-
-
-def _only(module: nn.Module, known: set[str]) -> None:
-    others = [f"{name} ({type(child).__name__})" for name, child in module._modules.items() if name not in known]
-    if others:
-        raise CannotFuse(f"{type(module).__name__} holds {', '.join(others)}")
-
-
-def _norm(norm: Any, watched: Watched) -> tuple[int, float]:
-    """The address of a norm's weight as float32, and its epsilon."""
-    name = type(norm).__name__
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not name.endswith("RMSNorm") or eps is None or set(norm._parameters) != {"weight"}:
-        raise CannotFuse(f"the kernels have no {name}")
-    watched.children.append((norm._parameters, "weight", norm.weight))
-    _on_cpu(norm.weight, name)
-    if norm.weight.is_meta:
-        return 0, float(eps)
-    weight = norm.weight.detach()
-    if "Gemma" in name:  # which multiplies by one more than the weight
-        weight = weight.float() + 1.0
-    weight = weight.float().contiguous()
-    if weight.data_ptr() != norm.weight.data_ptr():
-        watched.versions.append((norm.weight, norm.weight._version))
-    watched.kept.append(weight)
-    return weight.data_ptr(), float(eps)
-
-
-def bundle(watched: Watched, *linears: Any) -> list[tuple[int, ...]]:
-    """The matrices of linears that multiply the same input, one below the other, as _cpu.layer takes them; none on meta."""
-    made: list[tuple[int, ...]] = []
-    at = 0
-    for linear in linears:
-        if not isinstance(linear, nn.Linear):
-            raise CannotFuse(f"{type(linear).__name__} is no linear layer that the kernels know")
-        parts = _parts(linear, watched)
-        bias = _bias(linear, watched)
-        for first, part in parts:
-            made.append((*part.call, at + first, bias + 4 * first if bias else 0))
-            watched.kept.append(part)
-        at += linear.out_features
-    return made
-
-
-def _parts(linear: Any, watched: Watched) -> list[tuple[int, cpu.Blocks]]:
-    watched.children += [(linear._parameters, name, parameter) for name, parameter in linear._parameters.items()]
-    stored = linear.__dict__.get("parts")
-    if stored:
-        return list(stored)
-    if type(linear).forward is not nn.Linear.forward and "parts" not in linear.__dict__ and not hasattr(linear, "fusable"):
-        raise CannotFuse(f"{type(linear).__name__} computes in its own way")
-    weight = linear._parameters.get("weight")
-    if weight is None:
-        raise CannotFuse(f"{type(linear).__name__} has no weight of its own")
-    _on_cpu(weight, type(linear).__name__)
-    if weight.is_meta:
-        return []
-    blocks = cpu.tensor_blocks(weight) if weight.is_contiguous() else None
-    if blocks is None:
-        raise CannotFuse(f"the kernels can't take a weight of {weight.dtype}")
-    return [(0, blocks)]
-
-
-def _bias(linear: Any, watched: Watched) -> int:
-    """The address of a linear's bias as float32, 0 where it has none."""
-    if linear.bias is None or linear.bias.is_meta:
-        return 0
-    bias = linear.bias.detach().float().contiguous()
-    if bias.data_ptr() != linear.bias.data_ptr():
-        watched.versions.append((linear.bias, linear.bias._version))
-    watched.kept.append(bias)
-    return int(bias.data_ptr())
-
-
-def _on_cpu(tensor: torch.Tensor, name: str) -> None:
-    if tensor.device.type not in ("cpu", "meta"):
-        raise CannotFuse(f"{name} is on {tensor.device}")

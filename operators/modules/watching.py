@@ -1,0 +1,140 @@
+"""Children of a decoder layer as the CPU kernels take them, and whether they are still what they were: for KDecoderLayer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ktopt.kernels import cpu
+from ktopt.operators.modules.linear import KTransformersLinear
+
+
+class CannotFuse(Exception):
+    """Why a layer can't be run as one."""
+
+
+@dataclass(eq=False)
+class Watched:
+    """What a fused layer was made of: children and parameters by identity, and whether hooks have come. It keeps them alive."""
+
+    children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    hooks: list[Mapping[int, Any]] = field(default_factory=list)
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+    def add(self, parent: nn.Module) -> None:
+        """Watch a module's children and parameters, and the children's hooks."""
+        for held in (parent._modules, parent._parameters):
+            self.children += [(held, name, child) for name, child in held.items()]
+        for child in parent._modules.values():
+            if child is None:
+                continue
+            if "forward" in vars(child):
+                raise CannotFuse(f"a forward of its own was set on a {type(child).__name__}")
+            self.children.append((vars(child), "forward", None))
+            self.hooks += [child._forward_hooks, child._forward_pre_hooks]
+
+    def stands(self) -> bool:
+        for held, name, child in self.children:
+            if held.get(name) is not child:
+                return False
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                return False
+        return not any(self.hooks) or not self.calls_back()
+
+    def calls_back(self) -> bool:
+        """Whether a child has a hook that matters now: transformers' own only do while outputs of attention are asked for."""
+        for hooks in self.hooks:
+            if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values()):
+                return True
+        from transformers.utils.output_capturing import _active_collector
+
+        asked = _active_collector.get()
+        return bool(asked) and any(key != "hidden_states" and not key.startswith("_") for key in asked)
+
+
+def only(module: nn.Module, known: set[str]) -> None:
+    others = [f"{name} ({type(child).__name__})" for name, child in module._modules.items() if name not in known]
+    if others:
+        raise CannotFuse(f"{type(module).__name__} holds {', '.join(others)}")
+
+
+def norm_of(norm: Any, watched: Watched) -> tuple[int, float]:
+    """The address of a norm's weight as float32, and its epsilon."""
+    name = type(norm).__name__
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not name.endswith("RMSNorm") or eps is None or set(norm._parameters) != {"weight"}:
+        raise CannotFuse(f"the kernels have no {name}")
+    on_cpu(norm.weight, name)
+    if "Gemma" not in name:
+        return floats(norm.weight, norm._parameters, "weight", watched), float(eps)
+    watched.children.append((norm._parameters, "weight", norm.weight))
+    if norm.weight.is_meta:
+        return 0, float(eps)
+    weight = norm.weight.detach().float() + 1.0  # which is what Gemma multiplies by
+    watched.versions.append((norm.weight, norm.weight._version))
+    watched.kept.append(weight)
+    return weight.data_ptr(), float(eps)
+
+
+def bundle(watched: Watched, *linears: Any) -> list[tuple[int, ...]]:
+    """The matrices of linears that multiply the same input, one below the other, as _cpu.layer takes them; none on meta."""
+    made: list[tuple[int, ...]] = []
+    at = 0
+    for linear in linears:
+        if not isinstance(linear, nn.Linear):
+            raise CannotFuse(f"{type(linear).__name__} is no linear layer that the kernels know")
+        parts = parts_of(linear, watched)
+        bias = _bias(linear, watched)
+        for first, part in parts:
+            made.append((*part.call, at + first, bias + 4 * first if bias else 0))
+            watched.kept.append(part)
+        at += linear.out_features
+    return made
+
+
+def parts_of(linear: Any, watched: Watched) -> list[tuple[int, cpu.Blocks]]:
+    """A linear's weight as it is held: (first row, blocks) from top to bottom; none on meta."""
+    watched.children += [(linear._parameters, name, parameter) for name, parameter in linear._parameters.items()]
+    stored = linear.__dict__.get("parts")
+    if stored:
+        watched.children.append((vars(linear), "parts", stored))
+        return list(stored)
+    if type(linear).forward is not nn.Linear.forward and not isinstance(linear, KTransformersLinear):
+        raise CannotFuse(f"{type(linear).__name__} computes in its own way")
+    weight = linear._parameters.get("weight")
+    if weight is None:
+        raise CannotFuse(f"{type(linear).__name__} has no weight of its own")
+    on_cpu(weight, type(linear).__name__)
+    if weight.is_meta:
+        return []
+    blocks = cpu.tensor_blocks(weight) if weight.is_contiguous() else None
+    if blocks is None:
+        raise CannotFuse(f"the kernels can't take a weight of {weight.dtype}")
+    return [(0, blocks)]
+
+
+def _bias(linear: Any, watched: Watched) -> int:
+    return floats(linear.bias, linear._parameters, "bias", watched) if linear.bias is not None else 0
+
+
+def floats(tensor: torch.Tensor, held: Mapping[str, Any], name: str, watched: Watched) -> int:
+    """The address of a module's tensor as float32, which is a copy where it is something else; 0 on meta."""
+    watched.children.append((held, name, held[name]))
+    if tensor.is_meta:
+        return 0
+    wide = tensor.detach().float().contiguous()
+    if wide.data_ptr() != tensor.data_ptr():
+        watched.versions.append((tensor, tensor._version))
+    watched.kept.append(wide)
+    return int(wide.data_ptr())
+
+
+def on_cpu(tensor: torch.Tensor, name: str) -> None:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise CannotFuse(f"{name} is on {tensor.device}")
