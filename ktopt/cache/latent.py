@@ -102,7 +102,7 @@ class LatentLayer(DynamicLayer):
         self.page_tokens, self.max_tokens, self.dtype = page_tokens, max_tokens, dtype
         self.expanded: GrowingLayer | None = None
         self._held: list[list[int]] = []
-        self._tokens = self._latent = 0
+        self._tokens = self._latent = self._layout = 0
         self._table: torch.Tensor | None = None
         super().__init__()
 
@@ -182,7 +182,14 @@ class LatentLayer(DynamicLayer):
         """The pages of each sequence in the order of its tokens, int32 (B, C) on the cache's device."""
         if self._table is None:
             self._table = torch.tensor(self._held, dtype=torch.int32, device=self.device).view(len(self._held), -1)
+            self._layout = hash(tuple(map(tuple, self._held)))
         return self._table
+
+    @property
+    def layout(self) -> int:
+        """A number that layers have in common where their sequences have the same pages."""
+        self.table()
+        return self._layout
 
     def latents(self, start: int, end: int) -> torch.Tensor:
         """Tokens [start, end) of each sequence: (B, end - start, W)."""

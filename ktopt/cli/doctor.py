@@ -61,6 +61,7 @@ def gather() -> dict[str, Any]:
     """The facts as plain values: versions, machine, flashinfer, operator plug-ins, and the needed packages that are missing."""
     machine = detect()
     versions = {name: installed(name) or None for name in NEEDED}
+    kernels, infer = cpu_kernels(), flashinfer(installed("flashinfer-python") or None, machine)
     return {
         "ktopt": __version__,
         "name": machine.name,
@@ -74,12 +75,23 @@ def gather() -> dict[str, Any]:
             "features": [f for f in USEFUL_FEATURES if f in machine.cpu_features],
             "flags": sorted(machine.cpu_features),
         },
-        "cpu_kernels": cpu_kernels(),
+        "cpu_kernels": kernels,
         "ram_bytes": machine.ram_bytes,
         "gpus": [{"name": d.name, "model": d.model, "memory_bytes": d.memory_bytes, "sm": d.sm} for d in machine.devices],
-        "flashinfer": flashinfer(installed("flashinfer-python") or None, machine),
+        "flashinfer": infer,
+        "latent_attention": latent_attention(kernels, infer, machine),
         "operator_plugins": plugins(),
     }
+
+
+def latent_attention(kernels: dict[str, Any], infer: dict[str, Any], machine: Hardware) -> dict[str, str]:
+    """What computes DeepSeek's latent attention here, by kind of device, and where it isn't the fastest thing, why."""
+    made = {
+        "cpu": f"CPU kernels ({kernels['isa']}) in decoding, torch by tiles in prefill" if kernels["usable"] else "torch by tiles"
+    }
+    if machine.devices:
+        made["cuda"] = "FlashInfer" if infer["usable"] else f"torch by tiles: FlashInfer is {infer['why_not']}"
+    return made
 
 
 def cpu_kernels() -> dict[str, Any]:
@@ -143,6 +155,8 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append(
         row("flashinfer", infer["version"] if infer["usable"] else f"not usable: {infer['why_not']}", infer["usable"] or None)
     )
+    by_device = "; ".join(f"{kind}: {what}" for kind, what in facts["latent_attention"].items())
+    lines.append(row("latent attn", by_device))
     for plugin in facts["operator_plugins"]:
         lines.append(row("plug-in", f"{plugin['name']} ({plugin['module']}) {plugin['error']}".rstrip(), not plugin["error"]))
     return "\n".join(lines)

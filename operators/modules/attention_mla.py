@@ -25,6 +25,7 @@ from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu import latent
+from ktopt.kernels.cuda import latent as cuda_latent
 from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, LatentAttentionConfig
 from ktopt.operators.modules import tiled_attention as tiles
 from ktopt.operators.modules.latent_linear import KLatentLinear
@@ -108,6 +109,8 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         held.append(latents_BSW)
         out_BSNV = self._by_kernel(query_BSNH, held, past, mask)
         if out_BSNV is None:
+            out_BSNV = self._by_flashinfer(query_BSNH, held, cache, past, mask)
+        if out_BSNV is None:
             out_BSNV = self._by_tiles(query_BSNH, held, Seen(past, mask))
         result: torch.Tensor = self.o_proj(out_BSNV.flatten(2).to(x_BSH.dtype))
         return result
@@ -182,6 +185,39 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         threads = torch.get_num_threads()
         out = latent.absorbed_attention(query_QNH, pool, kind, held.table(), rows_Q3, *blocks, self.scaling, threads)
         return out.view(batch, queries, heads, -1)
+
+    def _by_flashinfer(
+        self, query_BSNH: torch.Tensor, held: LatentLayer, cache: Any, past: int, mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The result (B, S, N, V) by FlashInfer, absorbed; None where it isn't for it."""
+        batch, queries, heads, _ = query_BSNH.shape
+        device, widths = query_BSNH.device, (self.kv_lora_rank, self.qk_rope_head_dim)
+        if cuda_latent.refuses(device, *widths, held.dtype) or query_BSNH.dtype != held.dtype:  # type: ignore[arg-type]
+            return None
+        if not self.absorbs(queries, past + queries) or (queries <= FEW_QUERIES and self.settings.decode_cache == "expanded"):
+            return None
+        starts = 0 if mask is None else first_tokens(mask, queries, past, 0)
+        if isinstance(starts, str):
+            return None
+        planner = _planner(held.__dict__ if cache is None else cache.__dict__, held, device)
+        padding = None if isinstance(starts, int) else tuple(starts.tolist())
+        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
+        for first in range(0, queries, chunk := self.settings.chunk_size or DEFAULT_CHUNK_TOKENS):
+            part = query_BSNH[:, first : first + chunk].transpose(1, 2)
+            count, tokens = part.shape[2], past + first + part.shape[2]
+            planner.plan(
+                (held.layout, count, tokens, padding),
+                held.table(), count, tokens, None if isinstance(starts, int) else starts, held.page_tokens,
+                num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], sm_scale=self.scaling,
+                q_data_type=query_BSNH.dtype, kv_data_type=held.dtype,
+            )  # fmt: skip
+            nope, rope = part.split((self.qk_nope_head_dim, widths[1]), dim=-1)
+            absorbed_BNSW = torch.cat((self.matrices.absorb(nope), rope), dim=-1)
+            query_QNW = absorbed_BNSW.transpose(1, 2).reshape(batch * count, heads, -1)
+            out_QNL = planner.run(query_QNW, held.pool.pages_GTW, widths[0])  # type: ignore[union-attr]
+            values_BNSV = self.matrices.values(out_QNL.view(batch, count, heads, -1).transpose(1, 2))
+            out_BSNV[:, first : first + count] = values_BNSV.transpose(1, 2)
+        return out_BSNV
 
     def _by_tiles(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen) -> torch.Tensor:
         """The result (B, S, N, V) by torch, a chunk of queries after another."""
@@ -305,6 +341,16 @@ def computes_as_deepseek(cls: Any) -> bool:
         return made.co_code, made.co_names, made.co_varnames
 
     return code(cls) in (code(DeepseekV2Attention), code(DeepseekV3Attention))
+
+
+def _planner(keeper: dict[str, Any], held: LatentLayer, device: torch.device) -> cuda_latent.FlashInferLatent:
+    """FlashInfer's plan of a step, which all layers of a cache on that device share: kept with the cache."""
+    name = f"ktopt_flashinfer_{device}"
+    if name not in keeper:
+        fixed = () if held.max_tokens is None else (held.batch, held.pool.pages_GTW.shape[0])  # type: ignore[union-attr]
+        keeper[name] = cuda_latent.FlashInferLatent(device, *fixed)
+    planner: cuda_latent.FlashInferLatent = keeper[name]
+    return planner
 
 
 @lru_cache(maxsize=64)
