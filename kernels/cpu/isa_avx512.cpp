@@ -1,4 +1,5 @@
-// AVX512 (F, BW, DQ, VL), and built again with VNNI, and with VNNI and BF16. Blocks are unpacked in registers, 64 numbers at a time.
+// AVX512 (F, BW, DQ, VL), and built again with VNNI, and with VNNI and BF16. Blocks are unpacked in registers, 64 numbers at a
+// time.
 #include "gemm_avx512.h"
 #include "quantize_avx512.h"
 #include "table.h"

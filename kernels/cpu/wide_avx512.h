@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <utility>
+
 #include "generic.h"
 
 namespace ktopt {
@@ -65,15 +67,21 @@ struct Wide32 {
         return _mm512_and_si512(_mm512_srlv_epi64(both, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0)), bytes(15));
     }
 
-    // The float16 at `at` of each block, as eight float32. `blocks` is a constant where this is inlined.
+    // The float16 at `at` of each block, as eight float32. `blocks` is a constant where this is inlined. They are put together in
+    // a register: written to memory one by one, reading them all would wait for the writes.
+    template <int... b>
+    static inline __m512 halves_at(const uint8_t* p, int blocks, int at, std::integer_sequence<int, b...>) {
+        __m128i found = _mm_setzero_si128();
+        const auto half = [&](int block) {
+            uint16_t h;
+            std::memcpy(&h, p + block * BYTES + at, 2);
+            return h;
+        };
+        ((found = b < blocks ? _mm_insert_epi16(found, half(b), b) : found), ...);
+        return low8(_mm256_cvtph_ps(found));
+    }
     static inline __m512 eight(const uint8_t* p, int blocks, int at) {
-        uint16_t h[8];
-        for (int b = 0; b < 8; b++) {
-            h[b] = 0;
-            if (b < blocks) std::memcpy(&h[b], p + b * BYTES + at, 2);
-        }
-        return low8(_mm256_cvtph_ps(_mm_setr_epi16(short(h[0]), short(h[1]), short(h[2]), short(h[3]), short(h[4]), short(h[5]),
-                                                   short(h[6]), short(h[7]))));
+        return halves_at(p, blocks, at, std::make_integer_sequence<int, 8>());
     }
 
     static inline Groups one_half(const uint8_t* p, int blocks) { return {eight(p, blocks, 0), _mm512_setzero_ps()}; }
