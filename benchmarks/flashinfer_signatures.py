@@ -51,7 +51,7 @@ def differences(ours: Any, real: Any) -> Iterator[str]:
 
 def main() -> int:
     try:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper as real  # noqa: N813
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper as real
     except ImportError as error:
         print(f"FlashInfer can't be imported: {error}")
         return 2

@@ -18,7 +18,8 @@ from ktopt.cache.latent import LatentLayer, latent_cache
 from ktopt.diagnostics import KtoptError
 from ktopt.kernels import cpu
 from ktopt.operator import build_config
-from ktopt.operators.modules import attention_mla, tiled_attention
+from ktopt.operators import latent_memory
+from ktopt.operators.modules import attention_mla
 from ktopt.operators.modules.attention_mla import KDeepseekV2Attention
 from ktopt.registry import find
 
@@ -36,7 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 other sizes": ("deepseek_v3", {"v_head_dim": 48, "qk_nope_head_dim": 24, "kv_lora_rank": 20, "q_lora_rank": None}),
 }
 PROMPT = torch.arange(40).view(1, 40) * 7 % 300
-SMALL_TILES = {"TILE_SCORES": {"cpu": 1024}, "LEAST_TOKENS": 9}
+SMALL_TILES = {"TILE_SCORES": {"cpu": 1024}, "LEAST_TOKENS": 9, "LEAST_QUERIES": 8}
 
 
 def original(name: str, **changes: Any) -> Any:
@@ -74,8 +75,7 @@ def no_fallback(caplog: pytest.LogCaptureFixture) -> Any:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a prompt of forty tokens takes many."""
     for name, value in SMALL_TILES.items():
-        monkeypatch.setattr(tiled_attention, name, value)
-    monkeypatch.setattr(attention_mla, "LEAST_QUERIES", 8)
+        monkeypatch.setattr(latent_memory, name, value)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -242,8 +242,8 @@ def test_a_module_that_is_no_latent_attention_is_refused() -> None:
 
 
 def test_the_choice_of_auto_is_that_of_fewer_operations() -> None:
-    sizes = {"nope": 128, "rope": 64, "latent": 512, "value": 128}
-    choices = [attention_mla.prefers_absorbed(queries, 100_000, **sizes) for queries in (16, 150, 165, 175, 200, 8192)]
+    sizes = latent_memory.LatentSizes(heads=128, nope=128, rope=64, value=128, latent=512, hidden=7168)
+    choices = [latent_memory.prefers_absorbed(queries, 100_000, sizes) for queries in (16, 150, 165, 175, 200, 8192)]
     assert choices == [True, True, True, False, False, False]
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 from functools import cache, lru_cache
-from math import isqrt
 from typing import Any, cast
 
 import torch
@@ -27,6 +26,7 @@ from ktopt.kernels import cpu
 from ktopt.kernels.cpu import latent
 from ktopt.kernels.cuda import latent as cuda_latent
 from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, LatentAttentionConfig
+from ktopt.operators.latent_memory import LatentSizes, prefers_absorbed
 from ktopt.operators.modules import tiled_attention as tiles
 from ktopt.operators.modules.latent_linear import KLatentLinear
 from ktopt.operators.modules.latent_matrices import LatentMatrices
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 CACHE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FEW_QUERIES = 16
 """Up to so many new tokens of a sequence count as decoding: the CPU kernel reads the cache for each few of them."""
-LEAST_QUERIES = 64
 EXPANDED_TOKENS = 1024
 """Tokens that a cache for decoding (decode_cache: expanded) expands at a time."""
 
@@ -104,14 +103,27 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         if isinstance(mask, str):
             return mask
         held.check_room(queries)
-        query_BSNH, latents_BSW = self._project(x_BSH, position_embeddings)
+        latents_BSW = self._latents(x_BSH, position_embeddings)
         held.start(batch, self.kv_lora_rank, self.qk_rope_head_dim, latents_BSW.dtype, latents_BSW.device)
         held.append(latents_BSW)
-        out_BSNV = self._by_kernel(query_BSNH, held, past, mask)
+        chunk = self.settings.chunk_size or DEFAULT_CHUNK_TOKENS
+        if queries <= chunk:
+            return self._chunk(x_BSH, position_embeddings, held, cache, Seen(past, mask))
+        result = torch.empty_like(x_BSH)
+        for first in range(0, queries, chunk):
+            part = slice(first, first + chunk)
+            seen = Seen(past + first, None if mask is None else mask[:, :, part])
+            result[:, part] = self._chunk(x_BSH[:, part], _part_of(position_embeddings, part), held, cache, seen)
+        return result
+
+    def _chunk(self, x_BSH: torch.Tensor, embeddings: Any, held: LatentLayer, cache: Any, seen: Seen) -> torch.Tensor:
+        """The attention of a chunk of tokens, whose latents are in the cache: (B, S, hidden)."""
+        query_BSNH = self._queries(x_BSH, embeddings)
+        out_BSNV = self._by_kernel(query_BSNH, held, seen)
         if out_BSNV is None:
-            out_BSNV = self._by_flashinfer(query_BSNH, held, cache, past, mask)
+            out_BSNV = self._by_flashinfer(query_BSNH, held, cache, seen)
         if out_BSNV is None:
-            out_BSNV = self._by_tiles(query_BSNH, held, Seen(past, mask))
+            out_BSNV = self._by_tiles(query_BSNH, held, seen)
         result: torch.Tensor = self.o_proj(out_BSNV.flatten(2).to(x_BSH.dtype))
         return result
 
@@ -141,20 +153,26 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             return f"a cache of {held.batch} sequences for {batch}"
         return held
 
-    def _project(self, x_BSH: torch.Tensor, position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries (B, S, N, P + R) and latents (B, S, W) of new tokens, both rotated."""
+    def _queries(self, x_BSH: torch.Tensor, embeddings: Any) -> torch.Tensor:
+        """The queries (B, S, N, P + R) of new tokens, rotated."""
         if self.q_lora_rank is None:
             query = self.q_proj(x_BSH)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
         query_BSNH = query.unflatten(-1, (self.num_heads, -1))
-        latents_BSW = self.kv_a_proj_with_mqa(x_BSH)
-        latent_BSL, key_BSR = latents_BSW.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
-        nope, rope = query_BSNH.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
-        interleaved = bool(getattr(self.config, "rope_interleave", False))
-        turned = [rotated(part, position_embeddings, interleaved) for part in (rope, key_BSR.unsqueeze(2))]
-        latents_BSW = torch.cat((self.kv_a_layernorm(latent_BSL), turned[1].squeeze(2)), dim=-1)
-        return torch.cat((nope, turned[0]), dim=-1), latents_BSW
+        rope = query_BSNH[..., self.qk_nope_head_dim :]
+        rope.copy_(rotated(rope, embeddings, self._interleaved))  # the projection's result is nobody else's
+        return query_BSNH
+
+    def _latents(self, x_BSH: torch.Tensor, embeddings: Any) -> torch.Tensor:
+        """What the cache keeps of new tokens (B, S, W): the latent, normed, and the key, rotated."""
+        latent, key = self.kv_a_proj_with_mqa(x_BSH).split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+        turned = rotated(key.unsqueeze(2), embeddings, self._interleaved).squeeze(2)
+        return torch.cat((self.kv_a_layernorm(latent), turned), dim=-1)
+
+    @property
+    def _interleaved(self) -> bool:
+        return bool(getattr(self.config, "rope_interleave", False))
 
     @property
     def matrices(self) -> LatentMatrices:
@@ -165,7 +183,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             self.__dict__["_matrices"] = made
         return made
 
-    def _by_kernel(self, query_BSNH: torch.Tensor, held: LatentLayer, past: int, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def _by_kernel(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen) -> torch.Tensor | None:
         """The result (B, S, N, V) by the CPU kernel; None where it isn't for it."""
         batch, queries, heads, numbers = query_BSNH.shape
         decoding = queries <= FEW_QUERIES and self.settings.decode_cache == "latent"
@@ -173,10 +191,10 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         if not decoding or not query_BSNH.is_cpu or kind is None or not cpu.available()[0]:
             return None
         blocks = self.matrices.blocks()
-        starts = 0 if mask is None else first_tokens(mask, queries, past, 0)
+        starts = 0 if seen.mask is None else first_tokens(seen.mask, queries, seen.past, 0)
         if blocks is None or isinstance(starts, str) or self.kv_lora_rank % 16 or self.qk_rope_head_dim % 2:
             return None
-        rows_Q3 = _rows(batch, queries, past)
+        rows_Q3 = _rows(batch, queries, seen.past)
         if isinstance(starts, torch.Tensor):
             rows_Q3 = rows_Q3.clone()
             rows_Q3[:, 1] = torch.minimum(starts.repeat_interleave(queries), rows_Q3[:, 2])
@@ -186,107 +204,88 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         out = latent.absorbed_attention(query_QNH, pool, kind, held.table(), rows_Q3, *blocks, self.scaling, threads)
         return out.view(batch, queries, heads, -1)
 
-    def _by_flashinfer(
-        self, query_BSNH: torch.Tensor, held: LatentLayer, cache: Any, past: int, mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _by_flashinfer(self, query_BSNH: torch.Tensor, held: LatentLayer, cache: Any, seen: Seen) -> torch.Tensor | None:
         """The result (B, S, N, V) by FlashInfer, absorbed; None where it isn't for it."""
         batch, queries, heads, _ = query_BSNH.shape
-        device, widths = query_BSNH.device, (self.kv_lora_rank, self.qk_rope_head_dim)
+        device, widths, tokens = query_BSNH.device, (self.kv_lora_rank, self.qk_rope_head_dim), seen.past + query_BSNH.shape[1]
         if cuda_latent.refuses(device, *widths, held.dtype) or query_BSNH.dtype != held.dtype:  # type: ignore[arg-type]
             return None
-        if not self.absorbs(queries, past + queries) or (queries <= FEW_QUERIES and self.settings.decode_cache == "expanded"):
+        if not self.absorbs(queries, tokens) or (queries <= FEW_QUERIES and self.settings.decode_cache == "expanded"):
             return None
-        starts = 0 if mask is None else first_tokens(mask, queries, past, 0)
+        starts = 0 if seen.mask is None else first_tokens(seen.mask, queries, seen.past, 0)
         if isinstance(starts, str):
             return None
+        begins = None if isinstance(starts, int) else starts
         planner = _planner(held.__dict__ if cache is None else cache.__dict__, held, device)
-        padding = None if isinstance(starts, int) else tuple(starts.tolist())
-        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
-        for first in range(0, queries, chunk := self.settings.chunk_size or DEFAULT_CHUNK_TOKENS):
-            part = query_BSNH[:, first : first + chunk].transpose(1, 2)
-            count, tokens = part.shape[2], past + first + part.shape[2]
-            planner.plan(
-                (held.layout, count, tokens, padding),
-                held.table(), count, tokens, None if isinstance(starts, int) else starts, held.page_tokens,
-                num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], sm_scale=self.scaling,
-                q_data_type=query_BSNH.dtype, kv_data_type=held.dtype,
-            )  # fmt: skip
-            nope, rope = part.split((self.qk_nope_head_dim, widths[1]), dim=-1)
-            absorbed_BNSW = torch.cat((self.matrices.absorb(nope), rope), dim=-1)
-            query_QNW = absorbed_BNSW.transpose(1, 2).reshape(batch * count, heads, -1)
-            out_QNL = planner.run(query_QNW, held.pool.pages_GTW, widths[0])  # type: ignore[union-attr]
-            values_BNSV = self.matrices.values(out_QNL.view(batch, count, heads, -1).transpose(1, 2))
-            out_BSNV[:, first : first + count] = values_BNSV.transpose(1, 2)
-        return out_BSNV
+        planner.plan(
+            (held.layout, queries, tokens, None if begins is None else tuple(begins.tolist())),
+            held.table(), queries, tokens, begins, held.page_tokens,
+            num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], sm_scale=self.scaling,
+            q_data_type=query_BSNH.dtype, kv_data_type=held.dtype,
+        )  # fmt: skip
+        absorbed_BNSW = self._absorbed_query(query_BSNH.transpose(1, 2))
+        query_QNW = absorbed_BNSW.transpose(1, 2).reshape(batch * queries, heads, -1)
+        out_QNL = planner.run(query_QNW, held.pool.pages_GTW, widths[0])  # type: ignore[union-attr]
+        return self.matrices.values(out_QNL.view(batch, queries, heads, -1).transpose(1, 2)).transpose(1, 2)
 
     def _by_tiles(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen) -> torch.Tensor:
-        """The result (B, S, N, V) by torch, a chunk of queries after another."""
-        batch, queries, heads, _ = query_BSNH.shape
-        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
-        chunk = self.settings.chunk_size or DEFAULT_CHUNK_TOKENS
-        for first in range(0, queries, chunk):
-            part = query_BSNH[:, first : first + chunk]
-            end = seen.past + first + part.shape[1] if seen.mask is None else seen.past + queries
-            if part.shape[1] <= FEW_QUERIES and self.settings.decode_cache == "expanded":
-                self._expanded(part, self._expanded_cache(held), seen, first, end, out_BSNV)
-            elif self.absorbs(part.shape[1], end):
-                self._absorbed(part, held, seen, first, end, out_BSNV)
-            else:
-                self._expanded(part, held, seen, first, end, out_BSNV)
-        return out_BSNV
+        """The result (B, S, N, V) by torch."""
+        queries = query_BSNH.shape[1]
+        end = seen.past + queries if seen.mask is None else held.get_seq_length()
+        if queries <= FEW_QUERIES and self.settings.decode_cache == "expanded":
+            return self._expanded(query_BSNH, self._expanded_cache(held), seen, end)
+        if self.absorbs(queries, end):
+            return self._absorbed(query_BSNH, held, seen, end)
+        return self._expanded(query_BSNH, held, seen, end)
 
     def absorbs(self, queries: int, context: int) -> bool:
         """Whether so many queries on so many tokens are computed absorbed: as the rule says, or as takes fewer operations."""
         choice = self.settings.absorb_for_prefill
         if queries <= FEW_QUERIES or choice is True:
             return True
-        return choice == "auto" and prefers_absorbed(
-            queries, context, self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank, self.v_head_dim
+        sizes = LatentSizes(
+            self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, self.kv_lora_rank, self.hidden_size
         )
+        return choice == "auto" and prefers_absorbed(queries, context, sizes)
 
-    def _steps(self, batch: int, queries: int, device: torch.device) -> tuple[int, int]:
-        """Queries and tokens of a tile."""
-        budget = tiles.TILE_SCORES.get(device.type, tiles.OTHER_SCORES) // (batch * self.num_heads)
-        step = min(queries, max(LEAST_QUERIES, isqrt(budget)))
-        return step, tiles.tile_tokens(batch, self.num_heads, step, device)
+    def _absorbed_query(self, query_BNSH: torch.Tensor) -> torch.Tensor:
+        """Queries as they meet the latents themselves: [q_nope W_UK, q_pe], (B, N, S, W)."""
+        nope, rope = query_BNSH.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+        return torch.cat((self.matrices.absorb(nope), rope), dim=-1)
 
-    def _absorbed(
-        self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen, first: int, end: int, out_BSNV: torch.Tensor
-    ) -> None:
-        """A chunk of queries against the latents themselves: all heads share a tile's keys and values."""
-        batch, queries, _, _ = query_BSNH.shape
-        step, tokens = self._steps(batch, queries, query_BSNH.device)
+    def _absorbed(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen, end: int) -> torch.Tensor:
+        """Queries against the latents themselves: all heads share a tile's keys and values."""
+        batch, queries, heads, _ = query_BSNH.shape
+        step, tokens = tiles.steps(batch, heads, queries, query_BSNH.device.type)
 
         def tile(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             latents_B1TW = held.latents(start, stop).unsqueeze(1).to(query_BSNH.dtype)
             return latents_B1TW, latents_B1TW[..., : self.kv_lora_rank]
 
+        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
         for at in range(0, queries, step):
             part = query_BSNH[:, at : at + step].transpose(1, 2)
-            last = min(end, seen.past + first + at + part.shape[2]) if seen.mask is None else end
-            nope, rope = part.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
-            absorbed = torch.cat((self.matrices.absorb(nope), rope), dim=-1)
-            found = tiles.attend(absorbed, tiles.in_tiles(last, tokens, tile), self.scaling, seen, first + at)
-            values_BNSV = self.matrices.values(found.to(query_BSNH.dtype))
-            out_BSNV[:, first + at : first + at + part.shape[2]] = values_BNSV.transpose(1, 2)
+            last = min(end, seen.past + at + part.shape[2]) if seen.mask is None else end
+            found = tiles.attend(self._absorbed_query(part), tiles.in_tiles(last, tokens, tile), self.scaling, seen, at)
+            out_BSNV[:, at : at + part.shape[2]] = self.matrices.values(found.to(query_BSNH.dtype)).transpose(1, 2)
+        return out_BSNV
 
-    def _expanded(self, query_BSNH: torch.Tensor, held: Any, seen: Seen, first: int, end: int, out_BSNV: torch.Tensor) -> None:
-        """A chunk of queries against keys and values that are expanded a tile at a time, for all of the chunk."""
-        batch, queries, _, _ = query_BSNH.shape
-        step, tokens = self._steps(batch, queries, query_BSNH.device)
+    def _expanded(self, query_BSNH: torch.Tensor, held: Any, seen: Seen, end: int) -> torch.Tensor:
+        """Queries against keys and values that are expanded a tile at a time, for all of them."""
+        batch, queries, heads, _ = query_BSNH.shape
+        step, tokens = tiles.steps(batch, heads, queries, query_BSNH.device.type)
         parts = [query_BSNH[:, at : at + step].transpose(1, 2) for at in range(0, queries, step)]
         sums = [tiles.Softmax() for _ in parts]
         for start in range(0, end, tokens):
             keys, values = self._tile(held, start, min(start + tokens, end), query_BSNH.dtype)
-            for number, (part, softmax) in enumerate(zip(parts, sums, strict=True)):
-                at = first + number * step
+            for at, part, softmax in zip(range(0, queries, step), parts, sums, strict=True):
                 if seen.mask is None and start > seen.past + at + part.shape[2] - 1:
                     continue
-                scores = (part @ keys.mT).float().mul_(self.scaling)
-                softmax.add(seen.hide(scores, at, start), values)
-        for number, softmax in enumerate(sums):
-            at = first + number * step
-            out_BSNV[:, at : at + parts[number].shape[2]] = softmax.result().transpose(1, 2)
+                softmax.add(seen.hide((part @ keys.mT).float().mul_(self.scaling), at, start), values)
+        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
+        for at, part, softmax in zip(range(0, queries, step), parts, sums, strict=True):
+            out_BSNV[:, at : at + part.shape[2]] = softmax.result().transpose(1, 2)
+        return out_BSNV
 
     def _tile(self, held: Any, start: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, N, T, P + R) and values (B, N, T, V) of tokens [start, end)."""
@@ -305,14 +304,6 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             stop = min(start + EXPANDED_TOKENS, held.get_seq_length())
             held.expanded.update(*self._tile(held, start, stop, held.dtype))  # type: ignore[arg-type]
         return held.expanded
-
-
-def prefers_absorbed(queries: int, context: int, nope: int, rope: int, latent: int, value: int) -> bool:
-    """Whether absorbed attention takes fewer operations than expanded, of one head: queries and their results are multiplied by
-    W_UK and W_UV instead of the whole context, and each pair of query and token costs 2 L + R products instead of P + R + V."""
-    pairs = queries * (context - queries / 2)
-    matrix = latent * (nope + value)
-    return queries * matrix + pairs * (2 * latent + rope) < context * matrix + pairs * (nope + rope + value)
 
 
 def rotated(x_BSHR: torch.Tensor, embeddings: Any, interleaved: bool) -> torch.Tensor:
@@ -341,6 +332,11 @@ def computes_as_deepseek(cls: Any) -> bool:
         return made.co_code, made.co_names, made.co_varnames
 
     return code(cls) in (code(DeepseekV2Attention), code(DeepseekV3Attention))
+
+
+def _part_of(embeddings: Any, part: slice) -> Any:
+    """Position embeddings of some tokens."""
+    return embeddings[:, part] if isinstance(embeddings, torch.Tensor) else tuple(each[:, part] for each in embeddings)
 
 
 def _planner(keeper: dict[str, Any], held: LatentLayer, device: torch.device) -> cuda_latent.FlashInferLatent:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-TILE_SCORES = {"cpu": 1 << 22}
-"""Scores of a tile, float32, by kind of device: on a CPU they should stay in its caches between the passes over them."""
-OTHER_SCORES = 1 << 26
-LEAST_TOKENS = 256
-"""A tile has so many tokens at least: shorter ones make slow products."""
+from ktopt.operators.latent_memory import steps
+
+__all__ = ["Seen", "Softmax", "attend", "in_tiles", "steps"]
 
 
 class Softmax:
@@ -93,12 +91,6 @@ def attend(query_BNSK: torch.Tensor, tiles: Iterator[Tile], scale: float, seen: 
             scores = query_BNSK @ keys.mT
         softmax.add(seen.hide(scores.float().mul_(scale), first, start), values)
     return softmax.result()
-
-
-def tile_tokens(batch: int, heads: int, queries: int, device: torch.device) -> int:
-    """Tokens of a tile whose scores stay within the budget."""
-    budget = TILE_SCORES.get(device.type, OTHER_SCORES)
-    return max(LEAST_TOKENS, budget // (batch * heads * max(1, queries)))
 
 
 def in_tiles(end: int, tokens: int, make: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Tile]:

@@ -1,0 +1,81 @@
+"""What latent attention holds beside its weights, in bytes: its cache, and the most that a prefill takes while a layer runs.
+Attention takes the sizes of its tiles from here, and plans their memory.
+
+Symbols are those of the model's config: N heads, P qk_nope_head_dim, R qk_rope_head_dim, V v_head_dim, L kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+TILE_SCORES = {"cpu": 1 << 22}
+"""Scores of a tile, float32, by kind of device: on a CPU they should stay in its caches between the passes over them."""
+OTHER_SCORES = 1 << 26
+LEAST_QUERIES, LEAST_TOKENS = 64, 256
+"""What a tile has at least: smaller ones make slow products."""
+FLOAT_BYTES = 4
+
+
+def steps(batch: int, heads: int, queries: int, kind: str) -> tuple[int, int]:
+    """Queries and tokens of a tile on a kind of device."""
+    budget = TILE_SCORES.get(kind, OTHER_SCORES) // (batch * heads)
+    step = min(queries, max(LEAST_QUERIES, isqrt(budget)))
+    return step, max(LEAST_TOKENS, budget // max(1, step))
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The numbers of a model's latent attention."""
+
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+    hidden: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> LatentSizes | None:
+        """From a model's config; None where it has none."""
+        names = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "hidden_size")
+        values = [config.get(name) for name in names]
+        return cls(*values) if all(isinstance(value, int) for value in values) else None  # type: ignore[arg-type]
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of a token in the latent cache."""
+        return self.latent + self.rope
+
+    @property
+    def expanded_numbers(self) -> int:
+        """Numbers of a token in a cache of keys and values of all heads."""
+        return self.heads * (self.nope + self.rope + self.value)
+
+
+def prefers_absorbed(queries: int, context: int, sizes: LatentSizes) -> bool:
+    """Whether absorbed attention takes fewer operations than expanded, of one head: queries and their results are multiplied by
+    W_UK and W_UV instead of the whole context, and each pair of query and token costs 2 L + R products instead of P + R + V."""
+    pairs = queries * (context - queries / 2)
+    matrix = sizes.latent * (sizes.nope + sizes.value)
+    absorbed = queries * matrix + pairs * (2 * sizes.latent + sizes.rope)
+    return absorbed < context * matrix + pairs * (sizes.nope + sizes.rope + sizes.value)
+
+
+def transient_bytes(sizes: LatentSizes, queries: int, context: int, absorbed: bool, item: int, kind: str) -> int:
+    """The most that attention holds at once for a chunk of `queries` after which the context is `context` tokens, beside its input,
+    its result and the cache. `item` is the bytes of a number. The most is held at the end of a tile of scores."""
+    step, tokens = steps(1, sizes.heads, queries, kind)
+    tokens = min(tokens, context)
+    pairs = sizes.heads * step * tokens
+    queries_and_results = queries * sizes.heads * (sizes.nope + sizes.rope) * item
+    scores = pairs * (FLOAT_BYTES + item)
+    if absorbed:
+        queries_and_results += queries * sizes.heads * sizes.value * item
+        held = step * sizes.heads * (sizes.token_numbers * item + sizes.latent * (2 * FLOAT_BYTES + item))
+        return queries_and_results + held + scores
+    tile = tokens * sizes.heads * ((2 * sizes.nope + sizes.rope + sizes.value) * item)
+    sums = queries * sizes.heads * (sizes.value + 2) * FLOAT_BYTES + step * sizes.heads * sizes.value * (FLOAT_BYTES + item)
+    return queries_and_results + tile + sums + scores
