@@ -155,7 +155,8 @@ class KDecoderLayer(Mixed, nn.Module):
             return _other_cache(cache, fused.index)
         if held.is_initialized and (held.batch != batch or held.dtype not in KINDS or held.device.type != "cpu"):
             return f"a cache of {held.dtype} for {held.batch} sequences on {held.device}"
-        held.start(batch, *fused.latent, self.kv_dtype, x_BSH.device)
+        latent, rope = cast(tuple[int, int], fused.latent)
+        held.start(batch, latent, rope, self.kv_dtype, x_BSH.device)
         past = held.get_seq_length()
         seen = 0 if mask is None else first_tokens(mask, tokens, past, 0) if tokens <= FEW_LATENT else 0
         if isinstance(seen, str):
