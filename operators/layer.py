@@ -73,7 +73,7 @@ operator(
     implementation="ktopt.operators.modules.decoder_layer:KDecoderLayer",
     summary="a decoder layer in one call of the CPU kernels, which run its children's weights: norms, products, rotation, cache, "
     "attention and MLP; where a call asks for more, transformers' forward runs on the same children",
-    forward_changed=True,
+    upstream="had no such class: each layer's parts ran one after the other, from Python",
     refuses=unknown_layer,
     refuses_below=unfit_below,
 )(LayerConfig)
