@@ -14,7 +14,14 @@ from ktopt.plan_json import dump_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "golden"
-SHIPPED = {"smollm2/cpu": "smollm2-135m", "smollm2/reference": "smollm2-135m"}
+SHIPPED = {
+    "deepseek-v2-lite/24gb": "deepseek-v2-lite",
+    "deepseek-v3/24gb": "deepseek-v3",
+    "kimi-k2/24gb": "kimi-k2",
+    "moonlight/24gb": "moonlight-16b-a3b",
+    "smollm2/cpu": "smollm2-135m",
+    "smollm2/reference": "smollm2-135m",
+}
 
 
 def test_every_shipped_rule_set_has_a_golden_plan() -> None:

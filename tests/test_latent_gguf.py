@@ -4,6 +4,7 @@ on the weights that the file holds.
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,11 @@ def test_the_weights_of_a_model_in_hand_are_used_as_they_are(tmp_path: Path) -> 
     ours = ktopt.apply(rules, model, remap={"cuda": "cpu"}, device="cpu")
     torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-4)
     assert greedy(ours, 12, PROMPT) == tokens
+
+
+def test_the_example_writes_what_transformers_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).resolve().parents[1] / "examples" / "absorbed_mla.py"
+    runpy.run_path(str(example), run_name="__main__")
+    attention, theirs, ours = (line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines())
+    assert attention == "KDeepseekV3Attention"
+    assert theirs == ours
