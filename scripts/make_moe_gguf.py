@@ -238,6 +238,11 @@ def _halves(rng: np.random.Generator, blocks: int, middle: float) -> np.ndarray[
     return (rng.uniform(0.8, 1.2, (blocks, 1)) * middle).astype(np.float16).view(np.uint8)
 
 
+def _signs(rng: np.random.Generator, blocks: int) -> np.ndarray[Any, Any]:
+    """Bits (blocks, 2) that turn every other scale's sign, where a type's numbers have a mean of -0.5."""
+    return rng.integers(0, 2, (blocks, 1), dtype=np.uint8) * np.array([[0, 128]], np.uint8)
+
+
 def _q8_0(blocks: int, deviation: float, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """A scale and 32 numbers from -128 to 127, whose deviation is 74."""
     made = _bytes(rng, blocks, 34)
@@ -248,7 +253,7 @@ def _q8_0(blocks: int, deviation: float, rng: np.random.Generator) -> np.ndarray
 def _q4_0(blocks: int, deviation: float, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """A scale and 32 numbers from -8 to 7, whose deviation is 4.6."""
     made = _bytes(rng, blocks, 18)
-    made[:, :2] = _halves(rng, blocks, deviation / 4.6)
+    made[:, :2] = _halves(rng, blocks, deviation / 4.6) ^ _signs(rng, blocks)
     return made
 
 
@@ -270,7 +275,7 @@ def _q6_k(blocks: int, deviation: float, rng: np.random.Generator) -> np.ndarray
     """256 numbers from -32 to 31, which deviate by 18.5, 16 scales, here from 32 to 64, and a scale for all."""
     made = _bytes(rng, blocks, 210)
     made[:, 192:208] = rng.integers(32, 65, (blocks, 16), dtype=np.uint8)
-    made[:, 208:210] = _halves(rng, blocks, deviation / 18.5 / 48)
+    made[:, 208:210] = _halves(rng, blocks, deviation / 18.5 / 48) ^ _signs(rng, blocks)
     return made
 
 

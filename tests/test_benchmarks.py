@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name != "common.py")
+SHARED = ("common.py", "cpu_engines.py", "cpu_models.py")
+SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name not in SHARED)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -372,6 +372,17 @@ def test_masks_that_cover_other_tokens_are_told(window, past, reason):
     assert reason in told if reason else told == 0
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_was_changed_is_looked_at_again(inference):
+    """Tensors made in inference mode don't count their changes."""
+    with torch.inference_mode(inference):
+        mask = torch.ones(4, 4, dtype=torch.bool).tril().view(1, 1, 4, 4)
+        assert first_tokens(mask, 4, 0, 0) == 0
+        mask[..., :2] = False
+        assert first_tokens(mask, 4, 0, 0).tolist() == [2]
+        assert first_tokens(mask, 4, 0, 0).tolist() == [2]
+
+
 def test_nothing_is_logged_twice(caplog):
     with caplog.at_level(logging.WARNING):
         ours = fused(random_model("llama"))

@@ -21,6 +21,9 @@ SHIPPED = {
     "moonlight/24gb": "moonlight-16b-a3b",
     "smollm2/cpu": "smollm2-135m",
     "smollm2/reference": "smollm2-135m",
+    "gemma3/cpu": "gemma-3-270m",
+    "qwen3-moe/cpu": "qwen3-30b-a3b",
+    "deepseek-v3/cpu": "moonlight-16b-a3b",
 }
 
 

@@ -31,16 +31,10 @@ QUANTISED = [path.stem for path in RECORDED if not path.stem.endswith("-f32")]
 EXACT = [path.stem for path in RECORDED if path.stem.endswith("-f32")]
 FEW = 8
 """Tokens at once for which the kernels of few tokens run."""
-RULES = """\
-version: 1
-dtype: float32
-rules:
-  - match: "class=Linear"
-    replace: KTransformersLinear
-    kwargs: {%s}
-"""
-FLOAT = "generate_op: KLinearTorch, prefill_op: KLinearTorch"
-KERNELS = "generate_op: KLinearCPUInfer, prefill_op: KLinearCPUInfer"
+FLOAT = SourceFile("float.yaml", "version: 1\ndtype: float32\nrules: [{match: '@**', replace: default}]\n")
+"""Leaves transformers' modules as they are."""
+RULES = {"smollm2": "smollm2", "gemma": "gemma3", "qwen3moe": "qwen3-moe", "deepseek2": "deepseek-v3"}
+"""The rule sets of the models, by the start of their names."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +86,12 @@ def weights_of(name: str, recorder: Any, folder: Path) -> Path:
     return Path(path)
 
 
-def applied(kwargs: str, weights: Path) -> Any:
-    return ktopt.apply(SourceFile("rules.yaml", RULES % kwargs), weights, weights)
+def applied(rules: SourceFile | Path, weights: Path) -> Any:
+    return ktopt.apply(rules, weights, weights)
+
+
+def cpu_rules(name: str) -> Path:
+    return ROOT / "rules" / RULES[name.partition("-")[0]] / "cpu.yaml"
 
 
 def logits_at(model: Any, tokens: list[int], positions: list[int], at_once: int = 0) -> torch.Tensor:
@@ -168,7 +166,7 @@ def test_quantised_models_keep_to_llama_cpp_and_to_the_float_reference(name: str
     assert abs(far.divergence) < 0.01
     assert far.same >= 13
 
-    model = applied(KERNELS, weights)
+    model = applied(cpu_rules(name), weights)
     for at_once in (0, FEW):
         logits = logits_at(model, record["tokens"], positions, at_once)
         found = distance(logits, record)
@@ -176,7 +174,7 @@ def test_quantised_models_keep_to_llama_cpp_and_to_the_float_reference(name: str
         assert found.worst < 1.25 * far.worst + 0.05, (at_once, found, far)
         assert abs(found.divergence) < 0.015  # of two engines that both round
         assert found.same >= 13
-        assert spread(logits, reference) < max(far.median, 0.02), at_once
+        assert spread(logits, reference) < max(1.25 * far.median, 0.03), at_once
 
 
 @pytest.mark.parametrize("name", [name for name in QUANTISED if "tiny" in name])

@@ -1,7 +1,7 @@
 """How fast a model prefills and decodes, as llama-bench counts it: `ktopt bench` prints it.
 
 Prefill reads random tokens and computes the logits of the last position. Decode takes the likeliest token, again and again, after
-`depth` tokens, which are read once and untimed. Each is done once to warm up, then repeated.
+`depth` tokens, which are read once and untimed. Each is begun once to warm up, then repeated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ktopt.runtime.decoding import Decoder, Prefix, cache_bytes
 from ktopt.runtime.foreign_load import ForeignLoad
 from ktopt.runtime.generation import context_tokens
 
-WARM_UP_TOKENS = 8
-"""Decoded before the first repeat."""
+WARM_UP_PROMPT, WARM_UP_TOKENS = 512, 8
+"""Read and decoded, at most, before the first repeat."""
 BASELINE = "a fresh process that imported the same modules and multiplied two small matrices"
 _BASELINE_CODE = """
 import importlib, json, sys, warnings
@@ -105,7 +105,7 @@ class _Bench:
         def prefill(cache: Any) -> None:
             self.decoder.step(ids_1T, cache)
 
-        prefill(self.decoder.new_cache())
+        self.decoder.step(ids_1T[:, :WARM_UP_PROMPT], self.decoder.new_cache())
         return self._row("prefill", n, 0, self.decoder.new_cache, prefill)
 
     def decode(self, n: int, depth: int) -> Row:

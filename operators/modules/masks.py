@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-_last: list[Any] = [None, (), 0]
-"""The mask that was last looked at (a weak reference), with what, and the answer: all layers of a step are given the same one."""
+_last: list[Any] = [None, (), None, 0]
+"""The mask that was last looked at (a weak reference), with what, a copy where changes to it aren't counted, and the answer: all
+layers of a step are given the same one."""
 
 
 def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> torch.Tensor | int | str:
@@ -22,12 +23,13 @@ def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> to
     past     tokens in memory before the queries; N may be fewer than past + S where a window has closed over the oldest
     window   tokens that a query sees, its own included; 0 for all
     """
-    about = (queries, past, window, mask.data_ptr(), 0 if mask.is_inference() else mask._version)
-    held, known, answer = _last
-    if held is not None and held() is mask and known == about:
+    uncounted = mask.is_inference()
+    about = (queries, past, window, mask.data_ptr(), None if uncounted else mask._version)
+    held, known, copy, answer = _last
+    if held is not None and held() is mask and known == about and (copy is None or torch.equal(copy, mask)):
         return answer  # type: ignore[no-any-return]
     answer = _first_tokens(mask, queries, past, window)
-    _last[:] = [weakref.ref(mask), about, answer]
+    _last[:] = [weakref.ref(mask), about, mask.clone() if uncounted else None, answer]
     return answer
 
 
