@@ -134,6 +134,9 @@ def test_with_float_weights_the_logits_are_llama_cpps(name: str, recorder: Any, 
 
 
 LATENT = """\
+version: 1
+dtype: float32
+rules:
   - match: "class=DeepseekV2Attention | class=DeepseekV3Attention"
     replace: KDeepseekV2Attention
     kwargs: {absorb_for_prefill: %s}
@@ -144,7 +147,7 @@ LATENT = """\
 @pytest.mark.parametrize("name", [name for name in EXACT if name.startswith("deepseek2")])
 def test_latent_attention_absorbed_and_expanded_is_llama_cpps(name: str, absorb: str, recorder: Any, folder: Path) -> None:
     record, weights = recorded(name), weights_of(name, recorder, folder)
-    model = ktopt.apply(SourceFile("rules.yaml", RULES % FLOAT + LATENT % absorb), weights, weights)
+    model = ktopt.apply(SourceFile("rules.yaml", LATENT % absorb), weights, weights)
     positions = [at["position"] for at in record["positions"]]
     for at_once in (0, FEW, 50):
         found = distance(logits_at(model, record["tokens"], positions, at_once), record)
