@@ -74,6 +74,8 @@ def tied(steps: tuple[Step, ...], graph: ModuleGraph, stored: Mapping[str, Store
         shared = tensor.numel * ITEM_BYTES[step.dtype if "float" in tensor.dtype else tensor.dtype]
         if step.stored:
             shared = stored[name].nbytes
+        if step.weight_bytes < shared:
+            continue  # its op holds a copy in fewer bits
         notes = (*step.notes, f"shares its {leaf} with {owner}")
         made[module.index] = step._replace(weight_bytes=max(0, step.weight_bytes - shared), notes=notes)
     return tuple(made)

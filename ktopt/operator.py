@@ -103,6 +103,7 @@ class Op:
     needs         why it isn't to be had in this version ("" when it is); its counterpart then runs, and the plan says so
     keeps         storage types (as a weight file names them) that it computes on as they are stored, so that its weights take no
                   more than in the file; others it holds in the plan's dtype
+    least_sm      of an op on CUDA: the compute capability times ten (89 for 8.9) from which its kernels run
     packs         it keeps the weight only in a packed form, from which the plain weight can't be had back
     formerly      names that old tutorials give it, which no version here takes: for suggestions
     """
@@ -113,6 +114,7 @@ class Op:
     counterpart: str = ""
     needs: str = ""
     keeps: tuple[str, ...] = ()
+    least_sm: int = 0
     packs: bool = False
     formerly: tuple[str, ...] = ()
 

@@ -283,6 +283,7 @@ class _Planner:
             elif f.metadata.get("op") and value in spec.ops:
                 device = prefill if f.name.startswith("prefill") else generate
                 chosen, why = op_on(spec, spec.ops[value], device)
+                chosen = self._young_enough(rule, spec, chosen, f.name, device)
                 if f.name not in rule.replace.given:
                     changes[f.name] = chosen.name  # nobody asked for an op: the default is the best one that runs there
                 elif chosen is not spec.ops[value]:
@@ -290,6 +291,23 @@ class _Planner:
                     if f.name == "generate_op" and not self.options.remap:
                         self._check_op(rule, spec.ops[value], chosen, generate)
         return dataclasses.replace(config, **changes), runs
+
+    def _young_enough(self, rule: Rule, spec: OperatorSpec, op: Op, kwarg: str, device: str) -> Op:
+        """The op, or a counterpart where nobody asked for it and the machine's device is too old for it; KT406 where a rule did."""
+        found = self.options.hardware.device(device) if self.options.hardware else None
+        if found is None or found.sm is None or found.sm >= op.least_sm:
+            return op
+        other, _ = op_on(spec, spec.ops[op.counterpart], device)
+        if kwarg == "generate_op" and kwarg in rule.replace.given:
+            self.report.error(
+                "KT406",
+                f"rule {rule.number} kwargs.{kwarg}: {op.name} needs compute capability {op.least_sm / 10:.1f}, and {device} has "
+                f"{found.sm / 10:.1f}",
+                rule.replace.kwarg_origins.get(kwarg, rule.replace.origin),
+                help=f"name {other.name}, or place the modules on a newer device",
+            )
+            return op
+        return op if kwarg in rule.replace.given else other
 
     def _check_op(self, rule: Rule, asked: Op, chosen: Op, device: str) -> None:
         """KT406: the op that a rule names doesn't run where its modules are; without a remapping that is a mistake."""

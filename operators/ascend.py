@@ -8,7 +8,7 @@ from ktopt.graph import Module
 from ktopt.operator import Op, OperatorConfig, operator, option
 from ktopt.operators.attention import LatentAttentionConfig, needs_latent
 from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, ExpertsConfig, not_gated_and_fused
-from ktopt.operators.linear import LINEAR_OPS, LinearConfig
+from ktopt.operators.linear import LINEAR_OPS, LinearConfig, low_bit_footprint
 from ktopt.operators.mlp import MlpConfig
 from ktopt.operators.moe import MoeConfig
 from ktopt.operators.names import upstream_names
@@ -100,6 +100,7 @@ operator(
     upstream="a linear layer with 8-bit weights and activations on an Ascend NPU",
     forward_changed=True,
     lost=LOST,
+    footprint=low_bit_footprint,
 )(W8A8LinearConfig)
 
 operator(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ktopt.graph import Module
+from ktopt.graph import ITEM_BYTES, Module
 from ktopt.kernels import cpu
-from ktopt.operator import Op, OperatorConfig, PlacedConfig, operator, option
+from ktopt.operator import Op, OperatorConfig, PlacedConfig, dense_footprint, operator, option
+from ktopt.operators.linear import low_bits, packed_bytes
 from ktopt.operators.names import upstream_names
-from ktopt.placement import DEVICE_KINDS
+from ktopt.placement import DEVICE_KINDS, Footprint
 
 NO_BACKWARD = "the CPU kernels have no backward pass"
 ONE_SET = (
@@ -17,6 +18,16 @@ ONE_SET = (
     "VNNI, AVX512, AVX2 or plain C++), numbers are multiplied as they are"
 )
 
+KEXPERTS_MARLIN = Op(
+    "KExpertsMarlin",
+    ("cuda",),
+    "4 bits a weight with a scale and a zero for each 64, by torch's int4 product, expert by expert; quantised at load on the "
+    "device, computed in bfloat16",
+    counterpart="KExpertsTorch",
+    least_sm=80,
+    packs=True,
+    formerly=("MLPCUDAExperts",),
+)
 EXPERTS_OPS = (
     Op("KExpertsTorch", DEVICE_KINDS, "dequantised once to the plan's dtype, computed by grouped matrix products"),
     Op(
@@ -28,14 +39,7 @@ EXPERTS_OPS = (
         keeps=tuple(kind for kind in cpu.KINDS if kind not in ("F32", "F16", "BF16")),
         formerly=("MLPCPUExperts",),
     ),
-    Op(
-        "KExpertsMarlin",
-        ("cuda",),
-        "4-bit Marlin kernel for each expert",
-        counterpart="KExpertsTorch",
-        needs="quantised CUDA kernels are not in this version",
-        formerly=("MLPCUDAExperts",),
-    ),
+    KEXPERTS_MARLIN,
     Op(
         "KSFTExpertsCPU",
         ("cpu",),
@@ -82,6 +86,16 @@ def not_gated_and_fused(module: Module, config: OperatorConfig) -> str | None:
     return None
 
 
+def packed_footprint(module: Module, config: OperatorConfig, dtype: str) -> Footprint:
+    """Bytes of a layer's experts: their matrices as KExpertsMarlin packs them where that runs, or else in `dtype`."""
+    dense = dense_footprint(module, config, dtype)
+    if low_bits(module, config) != KEXPERTS_MARLIN.name:
+        return dense
+    stacks = [tensor for tensor in module.tensors if len(tensor.shape) == 3]
+    packed = sum(t.shape[0] * packed_bytes(t.shape[1:], KEXPERTS_MARLIN.name, config) for t in stacks)
+    return Footprint(weight_bytes=dense.weight_bytes - sum(t.numel for t in stacks) * ITEM_BYTES[dtype] + packed)
+
+
 IMPLEMENTATION = "ktopt.operators.modules.experts:KTransformersExperts"
 SUMMARY = "the experts of one layer in grouped matrix products, called as experts(hidden_states, top_k_index, top_k_weights)"
 
@@ -96,6 +110,7 @@ operator(
     upstream_device="cpu",
     forward_changed=True,
     refuses=not_gated_and_fused,
+    footprint=packed_footprint,
 )(ExpertsConfig)
 
 SERVE_VARIANTS = {
@@ -116,4 +131,5 @@ for _name, _upstream in SERVE_VARIANTS.items():
         upstream_device="cpu",
         forward_changed=True,
         refuses=not_gated_and_fused,
+        footprint=packed_footprint,
     )(ExpertsConfig)

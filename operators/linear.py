@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ktopt.graph import ITEM_BYTES, Module
 from ktopt.kernels import cpu
-from ktopt.operator import Op, PlacedConfig, operator, option
+from ktopt.operator import Op, OperatorConfig, PlacedConfig, Problem, dense_footprint, op_on, operator, option
 from ktopt.operators.names import upstream_names
-from ktopt.placement import DEVICE_KINDS
+from ktopt.placement import DEVICE_KINDS, Footprint
 
-NO_CUDA_KERNEL = "quantised CUDA kernels are not in this version"
 MARLIN = ("KLinearMarlin", "VLinearMarlin")
+OWN_ORDER = "columns keep their order: without calibration nothing tells how large activations are"
+ROW_SCALES = "torch's scaled product takes one scale for each output, not for blocks of them"
+WHOLE = "the input dimension is always whole here"
+INT4_GROUPS = (32, 64, 128, 256)
 OWN_TASKS = "the CPU kernels here divide the work among threads themselves"
 
 Precision = Literal[
@@ -33,33 +38,36 @@ LINEAR_OPS = (
     Op(
         "KLinearMarlin",
         ("cuda",),
-        "4-bit (or 8-bit) group-quantised Marlin kernel",
+        "4 bits a weight with a scale and a zero for each group, by torch's int4 product; with num_bits 8, as KLinearQ8. Quantised "
+        "at load on the device, computed in bfloat16",
         counterpart="KLinearCPUInfer",
-        needs=NO_CUDA_KERNEL,
+        least_sm=80,
         packs=True,
         formerly=("QuantizedLinearMarlin",),
     ),
     Op(
         "VLinearMarlin",
         ("cuda",),
-        "Marlin kernel for batches of changing size",
+        "as KLinearMarlin, for batches of any size",
         counterpart="KLinearCPUInfer",
-        needs=NO_CUDA_KERNEL,
+        least_sm=80,
         packs=True,
     ),
     Op(
         "KLinearFP8",
         ("cuda",),
-        "8-bit floating point in blocks of 128 x 128",
+        "8-bit floats (e4m3) with a scale for each output, times activations in e4m3 with a scale for each token, by torch's "
+        "scaled product; quantised at load on the device",
         counterpart="KLinearTorch",
-        needs=NO_CUDA_KERNEL,
+        least_sm=89,
     ),
     Op(
         "KLinearQ8",
         ("cuda",),
-        "8-bit integers with one scale a column, dequantised at each call",
+        "8-bit integers with one scale an output, by torch's int8 product for few tokens, and dequantised at each call for many; "
+        "quantised at load on the device",
         counterpart="KLinearTorch",
-        needs=NO_CUDA_KERNEL,
+        least_sm=80,
     ),
     Op(
         "KLinearIPEXLLM",
@@ -71,6 +79,40 @@ LINEAR_OPS = (
 )
 
 
+def low_bits(module: Module, config: Any) -> str:
+    """The op, of those that hold weights in 4 or 8 bits, that runs on a module under this config; "" for any other."""
+    asked = config.spec.ops.get(getattr(config, "generate_op", ""))
+    if asked is None or module.role == "router" or not config.generate_device:
+        return ""
+    op, _ = op_on(config.spec, asked, config.generate_device)
+    return op.name if op.least_sm else ""
+
+
+def low_bit_footprint(module: Module, config: OperatorConfig, dtype: str) -> Footprint:
+    """Bytes of a linear layer: its weight as its op packs it, or else in `dtype`."""
+    dense, op = dense_footprint(module, config, dtype), low_bits(module, config)
+    weight = next((t for t in module.tensors if t.name == "weight" and len(t.shape) == 2), None)
+    if not op or weight is None:
+        return dense
+    rest = dense.weight_bytes - weight.numel * ITEM_BYTES[dtype]
+    return Footprint(weight_bytes=rest + packed_bytes(weight.shape, op, config))
+
+
+def packed_bytes(shape: tuple[int, ...], op: str, config: Any) -> int:
+    """Bytes of a matrix (outputs, inputs) as operators/modules/low_bit.py holds it."""
+    rows, columns = shape
+    wide_rows = padded(rows, 16)
+    if op in ("KLinearFP8", "KLinearQ8") or getattr(config, "num_bits", 4) == 8:
+        return wide_rows * padded(columns, 16) + (4 if op == "KLinearFP8" else 2) * wide_rows
+    group = getattr(config, "group_size", 64)
+    wide_columns = padded(columns, max(128, group))
+    return wide_rows * wide_columns // 2 + wide_rows * (wide_columns // group) * 4
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 @operator(
     "KTransformersLinear",
     aliases=upstream_names("linear", "KTransformersLinear"),
@@ -80,6 +122,7 @@ LINEAR_OPS = (
     summary="a linear layer computed by the op that the rule names; a router keeps its own forward",
     upstream="held one op for prefill and one for decoding, and loaded the weight into the one in use",
     forward_changed=True,
+    footprint=low_bit_footprint,
 )
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(PlacedConfig):
@@ -90,13 +133,30 @@ class LinearConfig(PlacedConfig):
         "KLinearTorch", help="op of prefill in KTransformers; recorded only: generate_op does prefill too in this version", op=True
     )
     num_bits: Literal[4, 8] = option(4, help="KLinearMarlin, VLinearMarlin: bits a weight", read_by=MARLIN)
-    group_size: int = option(64, help="KLinearMarlin, VLinearMarlin: weights that share a scale", minimum=1, read_by=MARLIN)
-    act_order: bool = option(
-        False, help="KLinearMarlin, VLinearMarlin: quantise columns in order of activation size", read_by=MARLIN
+    group_size: int = option(
+        64,
+        help="KLinearMarlin, VLinearMarlin: weights that share a scale, with 4 bits: 32, 64, 128 or 256",
+        minimum=1,
+        read_by=MARLIN,
     )
-    is_k_full: bool = option(True, help="KLinearMarlin, VLinearMarlin: the whole input dimension is on this device", read_by=MARLIN)
+    act_order: bool = option(
+        False,
+        help="KLinearMarlin, VLinearMarlin: quantise columns in order of activation size",
+        read_by=MARLIN,
+        ignored_when=lambda asked: OWN_ORDER if asked else "",
+    )
+    is_k_full: bool = option(
+        True,
+        help="KLinearMarlin, VLinearMarlin: the whole input dimension is on this device",
+        read_by=MARLIN,
+        ignored_when=lambda asked: "" if asked else WHOLE,
+    )
     block_size: int = option(
-        128, help="KLinearFP8: side of a block of weights that share a scale", minimum=1, read_by=("KLinearFP8",)
+        128,
+        help="KLinearFP8: side of a block of weights that share a scale",
+        minimum=1,
+        read_by=("KLinearFP8",),
+        ignored_when=lambda size: "" if size == 128 else ROW_SCALES,
     )
     stride: int = option(16, help="KLinearCPUInfer: output rows that a task computes", minimum=1, ignored=OWN_TASKS)
     group_max_len: int = option(
@@ -106,3 +166,12 @@ class LinearConfig(PlacedConfig):
     out_device: str | None = option(
         None, help="device of the result", device=True, ignored="the plan itself moves a result to where it is needed"
     )
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> list[Problem]:
+        size = given.get("group_size", INT4_GROUPS[0])
+        op = given.get("generate_op", cls.__dataclass_fields__["generate_op"].default)
+        if op not in MARLIN or given.get("num_bits", 4) == 8 or size in INT4_GROUPS:
+            return []
+        listed = ", ".join(map(str, INT4_GROUPS[:-1])) + f" or {INT4_GROUPS[-1]}"
+        return [Problem("group_size", "value", f"`group_size: {size}`: torch's int4 product takes groups of {listed} weights")]

@@ -19,7 +19,8 @@ from torch.nn import functional
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
-from ktopt.operators.experts import not_gated_and_fused
+from ktopt.operators.experts import KEXPERTS_MARLIN, not_gated_and_fused
+from ktopt.operators.modules.low_bit import refuse_older
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,12 @@ class KTransformersExperts(nn.Module):
         if reason:
             raise KtoptError(f"{context.step.path}: KTransformersExperts can't replace these experts: {reason}")
         chosen = cls
-        if context.op != "KExpertsCPU":
+        if context.op == "KExpertsMarlin":
+            from ktopt.operators.modules.experts_cuda import KExpertsMarlin
+
+            refuse_older(context.device, KEXPERTS_MARLIN.least_sm, context.op)
+            chosen = KExpertsMarlin
+        elif context.op != "KExpertsCPU":
             context.require_op("KExpertsTorch")
         elif cpu_kernels():
             from ktopt.operators.modules.experts_cpu import KExpertsCPU, kernel_activation
@@ -123,15 +129,19 @@ class KTransformersExperts(nn.Module):
         every_E = torch.arange(self.num_experts, device=expert_S.device, dtype=expert_S.dtype)
         ends_E = torch.searchsorted(expert_S, every_E, right=True, out_int32=True)
 
-        gate_up = self.gate_up_proj
-        rows_SH = hidden_states.index_select(0, order_S // chosen).to(gate_up.dtype)
-        gate_SI, up_SI = grouped_product(rows_SH, gate_up, ends_E).chunk(2, dim=-1)
-        rows_SH = grouped_product(self.act_fn(gate_SI) * up_SI, self.down_proj, ends_E)
+        rows_SH = hidden_states.index_select(0, order_S // chosen)
+        gate_SI, up_SI = self.grouped("gate_up_proj", rows_SH, ends_E).chunk(2, dim=-1)
+        rows_SH = self.grouped("down_proj", self.act_fn(gate_SI) * up_SI, ends_E)
 
         weighted_SH = rows_SH * top_k_weights.reshape(-1).index_select(0, order_S).unsqueeze(-1)
         by_token_SH = torch.empty_like(weighted_SH).index_copy_(0, order_S, weighted_SH)
         result_TH = by_token_SH.view(tokens, chosen, self.hidden_dim).sum(dim=1).to(hidden_states.dtype)
         return result_TH if self.out_device is None else result_TH.to(self.out_device)
+
+    def grouped(self, name: str, rows: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        """Each expert's rows times its matrix of that name, in the weight's dtype."""
+        weight = getattr(self, name)
+        return grouped_product(rows.to(weight.dtype), weight, ends_E)
 
 
 @cache

@@ -15,6 +15,9 @@ from ktopt.kernels import cpu
 
 log = logging.getLogger(__name__)
 
+LOW_BIT_OPS = ("KLinearMarlin", "VLinearMarlin", "KLinearQ8", "KLinearFP8")
+"""Ops of linear_cuda.py."""
+
 
 class KTransformersLinear(nn.Linear):
     """y = x W^T + b with W (out_features, in_features) and b (out_features) in the plan's dtype.
@@ -34,8 +37,12 @@ class KTransformersLinear(nn.Linear):
                 f"{context.step.path} is a {type(original).__name__}, which computes more than a matrix product: "
                 "KTransformersLinear replaces torch.nn.Linear only; take it out of the rule, or use `default`"
             )
-        chosen = cls
-        if context.op != "KLinearCPUInfer":
+        chosen: type[KTransformersLinear] = cls
+        if context.op in LOW_BIT_OPS:
+            from ktopt.operators.modules.linear_cuda import LowBitLinear
+
+            chosen = LowBitLinear.of_op(context.op, context)
+        elif context.op != "KLinearCPUInfer":
             context.require_op("KLinearTorch")
         elif cpu_kernels():
             from ktopt.operators.modules.linear_cpu import KLinearCPUInfer
