@@ -96,7 +96,7 @@ def test_an_exact_remapping_wins_over_its_kind() -> None:
 
 def test_an_op_that_nobody_asked_for_is_one_that_runs_there() -> None:
     text = "version: 1\nrules: [{match: '@lm_head', replace: KTransformersLinear}]\n"
-    for device, op in (("cpu", "KLinearCPUInfer"), ("cuda", "KLinearTorch")):
+    for device, op in (("cpu", "KLinearCPUInfer"), ("cuda", "KLinearMarlin"), ("npu", "KLinearTorch")):
         step = row(compiled(text, "llama-3.1-8b", device=device), "lm_head")
         assert step.kwargs["generate_op"] == op
         assert not step.runs

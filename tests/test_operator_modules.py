@@ -127,11 +127,11 @@ def test_a_linear_that_computes_more_is_refused() -> None:
 
 def test_an_op_without_a_kernel_is_refused_unless_the_plan_replaced_it() -> None:
     original = nn.Linear(4, 4)
-    with pytest.raises(KtoptError, match="KLinearMarlin, which this version can't run; it can run KLinearTorch"):
-        replaced(original, "KTransformersLinear", generate_op="KLinearMarlin")
-    asked = context(original, "KTransformersLinear", generate_op="KLinearMarlin")
+    with pytest.raises(KtoptError, match="KLinearIPEXLLM, which this version can't run; it can run KLinearTorch"):
+        replaced(original, "KTransformersLinear", generate_op="KLinearIPEXLLM")
+    asked = context(original, "KTransformersLinear", generate_op="KLinearIPEXLLM")
     settled = BuildContext(
-        asked.step._replace(runs={"KLinearMarlin": ("KLinearTorch", "no kernel")}),
+        asked.step._replace(runs={"KLinearIPEXLLM": ("KLinearTorch", "no kernel")}),
         asked.config,
         asked.module,
         asked.device,

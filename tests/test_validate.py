@@ -164,7 +164,7 @@ def test_what_is_doubtful_is_a_warning_and_the_rules_stand(text: str, code: str,
 @pytest.mark.parametrize(("options", "key", "said"), [
     ("generate_device: cpu, prefill_device: cuda", "prefill_device", "prefill runs by the generate op on the generate device"),
     ("generate_op: KLinearCPUInfer, prefill_op: KLinearTorch", "prefill_op", "in this version, KLinearCPUInfer"),
-    ("generate_op: KLinearMarlin, num_bits: 8", "num_bits", "KLinearMarlin would read it, and quantised CUDA kernels are not"),
+    ("generate_op: KLinearIPEXLLM, precision: fp8", "precision", "KLinearIPEXLLM would read it, and IPEX-LLM's kernels are not"),
 ])  # fmt: skip
 def test_what_this_version_does_not_do_yet_is_an_info_at_its_key(options: str, key: str, said: str) -> None:
     text = kwargs("KTransformersLinear", options)
