@@ -298,16 +298,14 @@ class _Planner:
         if found is None or found.sm is None or found.sm >= op.least_sm:
             return op
         other, _ = op_on(spec, spec.ops[op.counterpart], device)
-        if kwarg == "generate_op" and kwarg in rule.replace.given:
-            self.report.error(
-                "KT406",
-                f"rule {rule.number} kwargs.{kwarg}: {op.name} needs compute capability {op.least_sm / 10:.1f}, and {device} has "
-                f"{found.sm / 10:.1f}",
-                rule.replace.kwarg_origins.get(kwarg, rule.replace.origin),
-                help=f"name {other.name}, or place the modules on a newer device",
-            )
-            return op
-        return op if kwarg in rule.replace.given else other
+        if kwarg not in rule.replace.given:
+            return other
+        if kwarg == "generate_op":
+            needs = f"{op.name} needs compute capability {op.least_sm / 10:.1f}, and {device} has {found.sm / 10:.1f}"
+            origin = rule.replace.kwarg_origins.get(kwarg, rule.replace.origin)
+            help = f"name {other.name}, or place the modules on a newer device"
+            self.report.error("KT406", f"rule {rule.number} kwargs.{kwarg}: {needs}", origin, help=help)
+        return op
 
     def _check_op(self, rule: Rule, asked: Op, chosen: Op, device: str) -> None:
         """KT406: the op that a rule names doesn't run where its modules are; without a remapping that is a mistake."""

@@ -27,6 +27,8 @@ RULES = SourceFile(
   replace: {class: KTransformersLinear, kwargs: {generate_device: cpu, generate_op: KLinearCPUInfer, prefill_device: cpu}}
 - match: {name: '^model\\.layers\\.3\\.', class: torch.nn.Linear}
   replace: {class: KTransformersLinear, kwargs: {generate_device: "cuda:2", generate_op: KLinearMarlin, prefill_op: KLinearTorch}}
+- match: {name: '^model\\.layers\\.3(\\.|$)'}
+  replace: {class: default, kwargs: {generate_device: 'cuda:2', prefill_device: 'cuda:2'}}
 - match: {name: '.*'}
   replace: {class: default}
 """,
