@@ -111,10 +111,10 @@ class _Planner:
         """A row for each module. Modules that are alike share all of their row but the path, which makes 75,000 rows cheap."""
         made: list[Step] = []
         tails: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        new = tuple.__new__
+        new, stored = tuple.__new__, bool(self.stored)
         for module, decision in zip(self.graph.modules, self.matches.decisions, strict=True):
             key: tuple[Any, ...] = (id(module.cls), id(module.tensors), id(decision), module.path.endswith("experts"))
-            if self.stored and module.tensors:
+            if stored and module.tensors:
                 stays = self._kept(module, decision)
                 key += (stays.types, stays.less, stays.lacking)
             tail = tails.get(key)
@@ -322,8 +322,9 @@ class _Planner:
     def check_below(self, steps: tuple[Step, ...]) -> None:
         """KT407: operators that can't stand over what the plan makes of the modules below theirs."""
         refused: dict[tuple[int, str], list[str]] = {}
+        asking = {index: rule.replace.operator.refuses_below for index, rule in enumerate(self.ruleset.rules)}
         for module, step, decision in zip(self.graph.modules, steps, self.matches.decisions, strict=True):
-            if decision.rule is None or (refuses := self._ruling(decision).spec.refuses_below) is None:
+            if decision.rule is None or (refuses := asking[decision.rule]) is None:
                 continue
             if reason := refuses(module, step, steps[module.index + 1 : module.end]):
                 refused.setdefault((decision.rule, reason.replace(step.path, "")), []).append(f"{step.path}: {reason}")
