@@ -17,6 +17,8 @@ OTHER_SCORES = 1 << 26
 LEAST_QUERIES, LEAST_TOKENS = 64, 256
 """What a tile has at least: smaller ones make slow products."""
 FLOAT_BYTES = 4
+EXPANDED_BYTES = 64 << 20
+"""What a prompt's expanded keys and values take on a CPU, at most, unless those of one head take more."""
 
 
 def steps(batch: int, heads: int, queries: int, kind: str) -> tuple[int, int]:

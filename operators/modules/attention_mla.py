@@ -30,6 +30,7 @@ from ktopt.operators.latent_memory import LatentSizes, prefers_absorbed
 from ktopt.operators.modules import tiled_attention as tiles
 from ktopt.operators.modules.latent_linear import KLatentLinear
 from ktopt.operators.modules.latent_matrices import LatentMatrices
+from ktopt.operators.modules.latent_prompt import attend_prompt
 from ktopt.operators.modules.linear_cpu import KLinearCPUInfer
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.mixing import Mixed, mix
@@ -236,7 +237,8 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             return self._expanded(query_BSNH, self._expanded_cache(held), seen, end)
         if self.absorbs(queries, end):
             return self._absorbed(query_BSNH, held, seen, end)
-        return self._expanded(query_BSNH, held, seen, end)
+        by_kernel = attend_prompt(query_BSNH, held, self.matrices, seen, self.scaling)
+        return self._expanded(query_BSNH, held, seen, end) if by_kernel is None else by_kernel
 
     def absorbs(self, queries: int, context: int) -> bool:
         """Whether so many queries on so many tokens are computed absorbed: as the rule says, or as takes fewer operations."""

@@ -135,8 +135,10 @@ def latent_attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str,
     nope, rope, value = attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim
     if attention.kv_lora_rank % 16:
         raise CannotFuse(f"the kernels take a latent of a multiple of 16 numbers, not {attention.kv_lora_rank}")
-    parts_of(attention.kv_b_proj, watched)
-    watched.children.append((vars(attention.kv_b_proj), "split", vars(attention.kv_b_proj).get("split")))
+    split = vars(attention.kv_b_proj).get("split")
+    watched.children.append((vars(attention.kv_b_proj), "split", split))
+    if split is None:
+        parts_of(attention.kv_b_proj, watched)
     matrices = LatentMatrices(attention.kv_b_proj, attention.num_heads, nope, value)
     watched.kept.append(matrices)
     blocks = None if any(p.is_meta for p in attention.kv_b_proj.parameters()) else matrices.blocks()

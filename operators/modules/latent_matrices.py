@@ -56,6 +56,14 @@ class LatentMatrices:
             self._made = self.projection(unit).T.contiguous()
         return self._made
 
+    def pair(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """W_UK (N, P, L) and W_UV (N, V, L) as numbers of `dtype`."""
+        if self.split is not None:
+            keys_NLP, values_NVL = self.projection.numbers(dtype)  # type: ignore[operator]
+            return keys_NLP.mT, values_NVL
+        whole_NXL = self.whole(dtype)
+        return whole_NXL[:, : self.nope], whole_NXL[:, self.nope :]
+
     def absorb(self, query_BNSP: torch.Tensor) -> torch.Tensor:
         """q_nope W_UK: (B, N, S, L)."""
         if self.split is not None:
