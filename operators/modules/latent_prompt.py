@@ -31,7 +31,8 @@ def attend_prompt(
     starts = 0 if seen.mask is None else first_tokens(seen.mask, queries, seen.past, 0)
     if isinstance(starts, str):
         return None
-    context, dtype = seen.past + queries, torch.float32 if held.dtype is torch.float32 else torch.bfloat16
+    dtype: torch.dtype = torch.float32 if held.dtype is torch.float32 else torch.bfloat16
+    context = seen.past + queries
     together = heads_together(heads, context * (numbers + matrices.value) * dtype.itemsize)
     out_BSNV = torch.empty(batch, queries, heads, matrices.value)
     for row in range(batch):
