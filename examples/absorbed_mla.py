@@ -1,4 +1,6 @@
-"""The rule of KTransformers' article on absorbed MLA, as it stands, on a small random DeepSeek-V3: `python -P examples/absorbed_mla.py`.
+"""KTransformers' rule for absorbed MLA, as its article has it, on a small random DeepSeek-V3.
+
+    python -P examples/absorbed_mla.py
 
 The file places attention on a GPU. Here `remap` puts the CPU in its place, which on the command line is `--remap cuda=cpu`. The
 optimized model must write what transformers writes.

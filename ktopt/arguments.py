@@ -17,7 +17,7 @@ from ktopt.source import SourceFile
 if TYPE_CHECKING:
     from ktopt.placement import Hardware
 
-OPTIONS = ("weights", "device", "dtype", "hardware", "remap")
+OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size")
 """Keyword arguments of check and compile."""
 
 
@@ -76,9 +76,15 @@ def model_given(model: Any) -> Any:
 
 
 def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """device, dtype, hardware and remap as PlanOptions takes them; what isn't given is left out."""
-    read = {"device": _device, "dtype": _dtype, "hardware": _hardware, "remap": remap_given}
+    """device, dtype, hardware, remap and chunk_size as PlanOptions takes them; what isn't given is left out."""
+    read = {"device": _device, "dtype": _dtype, "hardware": _hardware, "remap": remap_given, "chunk_size": _count}
     return {name: read[name](value) for name, value in options.items() if value is not None}
+
+
+def _count(number: Any) -> int:
+    if isinstance(number, int) and not isinstance(number, bool):
+        return number
+    raise UsageError(f"chunk_size is a number of tokens, not {_what(number)}")
 
 
 def remap_given(remap: Any) -> dict[str, str]:

@@ -66,6 +66,7 @@ def run_stages(
     dtype: Any = None,
     hardware: Hardware | str | Path | None = None,
     remap: Mapping[str, str] | str | None = None,
+    chunk_size: int | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -76,7 +77,8 @@ def run_stages(
     read, UsageError for arguments that can't be meant (arguments.py says what each may be).
     """
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
-    given = options_given({"device": device, "dtype": dtype, "hardware": hardware, "remap": remap})
+    asked = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size}
+    given = options_given(asked)
     options = None
     if given:
         from ktopt.plan_options import PlanOptions
@@ -144,7 +146,7 @@ def _stored(
 
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
-    """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, as
+    """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size, as
     run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)

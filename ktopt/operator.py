@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ktopt.graph import ITEM_BYTES, Module
-from ktopt.placement import Footprint, canonical_device, device_kind
+from ktopt.placement import Footprint, Working, canonical_device, device_kind
 
 if TYPE_CHECKING:
     from ktopt.plan import Step
@@ -137,6 +137,8 @@ class OperatorSpec:
     upstream_device  where upstream's class put its weights when a list-form rule said nothing; "" is the default device
     lost             what is lost by using it here (NPU and XPU names): makes a warning
     footprint        bytes of one module under this config and dtype
+    working          what an attention holds for a context, of the model's config, its own, the bytes of a number, the tokens of the
+                     context and of a piece of the prompt, and the kind of device
     refuses          why it can't take this module under this config, or None
     refuses_below    why it can't take this module over what a plan makes of those below it (their rows), or None
     says             what a plan has to say of this config: values that have no effect in this version ("" for nothing)
@@ -156,6 +158,7 @@ class OperatorSpec:
     lost: str = ""
     families: tuple[str, ...] = ()
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
+    working: Callable[[Mapping[str, Any], OperatorConfig, int, int, int, str], Working] | None = None
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
     refuses_below: Callable[[Module, Step, Sequence[Step]], str | None] | None = None
     says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))

@@ -44,6 +44,18 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """Bytes that an attention module holds beside its weights.
+
+    cache_bytes      for the tokens of the context, as long as they are remembered
+    transient_bytes  the most at once while it runs, beyond its input, its result and the cache
+    """
+
+    cache_bytes: int = 0
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One device of a machine. `sm` is a CUDA compute capability times ten (89 for 8.9)."""
 

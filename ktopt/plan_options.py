@@ -17,15 +17,19 @@ class PlanOptions:
     device   where modules go that nothing places; None leaves it to the rule file's form
     dtype    what floating-point weights are held in; None leaves it to the rule file, then to the model's config
     hardware the machine planned for; None when unknown
+    chunk_size  tokens of a prompt that attention takes at a time, instead of what rules say; None leaves it to them
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
     device: str | None = None
     dtype: str | None = None
     hardware: Hardware | None = None
+    chunk_size: int | None = None
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UsageError(f"chunk_size: a number of tokens from 1 on, not {self.chunk_size}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         for text in (self.device, *self.remap, *self.remap.values()):

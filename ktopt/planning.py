@@ -274,6 +274,8 @@ class _Planner:
                 changes[f.name] = generate
             elif f.name == "prefill_device":
                 changes[f.name] = prefill
+            elif f.name == "chunk_size" and self.options.chunk_size and not f.metadata.get("ignored"):
+                changes[f.name] = self.options.chunk_size
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
             elif f.metadata.get("device") and isinstance(value, str):

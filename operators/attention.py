@@ -3,12 +3,15 @@ transformers' own attention."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
+from ktopt.operators.latent_memory import LatentSizes, prefers_absorbed, transient_bytes
 from ktopt.operators.names import upstream_names
+from ktopt.placement import Working
 
 REASON = (
     "transformers' attention computes the same function with its own cache; the absorbed, paged and flash variants are not in this "
@@ -94,6 +97,21 @@ class ServedLatentAttentionConfig(ChunkedAttentionConfig):
     )
 
 
+def latent_working(
+    model_config: Mapping[str, Any], config: OperatorConfig, item: int, context: int, piece: int, kind: str
+) -> Working:
+    """The bytes of a latent cache in whole pages, of expanded keys and values where they are kept, and of a chunk in work."""
+    sizes = LatentSizes.of(model_config)
+    if sizes is None or not isinstance(config, LatentAttentionConfig):
+        return Working()
+    numbers = sizes.token_numbers + sizes.expanded_numbers * (config.decode_cache == "expanded")
+    cache = -(-context // config.page_size) * config.page_size * numbers * item
+    queries = min(piece, config.chunk_size or DEFAULT_CHUNK_TOKENS)
+    choice = config.absorb_for_prefill
+    absorbed = prefers_absorbed(queries, context, sizes) if choice == "auto" else bool(choice)
+    return Working(cache, transient_bytes(sizes, queries, context, absorbed, item, kind))
+
+
 operator(
     "KDeepseekV2Attention",
     aliases=upstream_names("attention", "KDeepseekV2Attention"),
@@ -103,6 +121,7 @@ operator(
     upstream="latent attention with kv_b_proj absorbed in decoding, over a paged latent cache where FlashInfer or Triton ran",
     forward_changed=True,
     refuses=needs_latent,
+    working=latent_working,
     families=("deepseek_v2", "deepseek_v3"),
 )(LatentAttentionConfig)
 

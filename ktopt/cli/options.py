@@ -84,6 +84,14 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dtype", choices=DTYPES, help="what weights are held in (default: the model's)")
     group.add_argument(
+        "--chunk_size",
+        "--chunk-size",
+        dest="chunk_size",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt that pass the model and its attention at a time (default: what the rules say)",
+    )
+    group.add_argument(
         "--remap", metavar="FROM=TO", action="append", default=[], help="put TO in FROM's place, such as cuda=cpu; repeatable"
     )
 
@@ -156,7 +164,13 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
         from ktopt.hardware import load_hardware
 
         hardware = load_hardware(args.hardware)
-    return {"hardware": hardware, "device": args.device, "dtype": args.dtype, "remap": remap_argument(args.remap)}
+    return {
+        "hardware": hardware,
+        "device": args.device,
+        "dtype": args.dtype,
+        "remap": remap_argument(args.remap),
+        "chunk_size": args.chunk_size,
+    }
 
 
 def stage_options(args: argparse.Namespace) -> dict[str, Any]:

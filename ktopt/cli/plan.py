@@ -26,6 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON, for ktopt apply and ktopt diff")
     parser.add_argument("--lock", action="store_true", help="write RULES.lock.json, which ktopt check --locked compares with")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="show too what N tokens take: weights, cache, and the most while a prompt is read"
+    )
     parser.add_argument("--all", action="store_true", help="show modules too that have no weights and no rule")
 
 
@@ -68,9 +71,23 @@ def show(plan: Plan, args: argparse.Namespace) -> None:
 
         sys.stdout.write(dump_plan(plan))
         return
-    from ktopt.cli.plan_table import plan_table
+    from ktopt.cli.plan_table import memory_table, plan_table
 
     sys.stdout.write(plan_table(plan, columns(sys.stdout), style_of(sys.stdout), everything=args.all))
+    if getattr(args, "context", None):
+        if args.context < 1:
+            raise UsageError(f"--context: a number of tokens from 1 on, not {args.context}")
+        sys.stdout.write("\n" + memory_table(plan, args.context, style_of(sys.stdout), _limits(args)))
+
+
+def _limits(args: argparse.Namespace) -> dict[str, int]:
+    """Bytes of each device of the machine that is planned for."""
+    if not args.hardware:
+        return {}
+    from ktopt.hardware import load_hardware
+
+    machine = load_hardware(args.hardware)
+    return {"cpu": machine.ram_bytes, **{device.name: device.memory_bytes for device in machine.devices}}
 
 
 def show_findings(compilation: Compilation) -> bool:

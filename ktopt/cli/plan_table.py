@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
 from ktopt.render.style import PLAIN, Style, plural, printable
+from ktopt.working_memory import fitting_chunk, over_limits, prompt_piece, working_memory
 
 COLUMNS = (
     Column("modules"),
@@ -47,6 +48,31 @@ def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything
         parts.append(style.paint(f"{plural(hidden, 'module')} without weights that no rule names: --all shows them", "dim"))
     parts += [_totals(plan, style), *_transfers(plan), *_notes(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def memory_table(plan: Plan, context: int, style: Style = PLAIN, limits: Mapping[str, int] | None = None) -> str:
+    """What each device holds for a context of so many tokens; where that is more than its limit, what would make it fit."""
+    piece = prompt_piece(plan)
+    read = f"a prompt read {piece:,} tokens at a time (chunk_size)" if piece and piece < context else "a prompt read whole"
+    memory = working_memory(plan, context)
+    rows = [[m.device, size(m.weight_bytes), size(m.cache_bytes), size(m.transient_bytes), size(m.together)] for m in memory]
+    heads = (Column("device"), *(Column(name, right=True) for name in ("weights", "cache", "transient", "together")))
+    said = f"memory for a context of {context:,} tokens, {read}\n\n" + layout(heads, rows, 80, style) + "\n"
+    over = over_limits(memory, limits or {})
+    if not over:
+        return said
+    fits = fitting_chunk(plan, context, limits or {})
+    for each in over:
+        have = (limits or {})[each.device]
+        said += f"\n{each.device} has {size(have)}: {size(each.together - have)} too little; "
+        kept = each.weight_bytes + each.cache_bytes
+        if fits:
+            said += f"--chunk_size {fits} makes it fit\n"
+        elif kept > have:
+            said += f"no chunk_size makes it fit, since weights and cache alone take {size(kept)}\n"
+        else:
+            said += "no chunk_size makes it fit, since attention that isn't KDeepseekV2Attention takes a prompt whole\n"
+    return said
 
 
 def fold_rows(steps: Iterable[Step], *, whole: bool = True) -> list[Row]:

@@ -45,9 +45,22 @@ class Decoder:
     def tokens(self, ids_1T: torch.Tensor, most: int) -> Iterator[int]:
         """The likeliest continuation of a prompt (1, T), token by token, at most so many; it knows no end."""
         cache, next_11 = self.new_cache(), ids_1T.to(self.device)
+        piece = prompt_piece_of(self.model)
+        if piece is not None and most > 0:
+            *before, next_11 = next_11.split(piece, dim=1)
+            for part in before:
+                self.step(part, cache)
         for _ in range(most):
             next_11 = self.step(next_11, cache)
             yield int(next_11)
+
+
+def prompt_piece_of(model: Any) -> int | None:
+    """Tokens of a prompt that pass an optimized model at a time, as its plan says; None for the whole prompt."""
+    from ktopt.working_memory import prompt_piece
+
+    plan = getattr(model, "ktopt_plan", None)
+    return None if plan is None else prompt_piece(plan)
 
 
 class Prefix:

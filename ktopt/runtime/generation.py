@@ -93,11 +93,13 @@ class TextStream:
 
     def _generate(self) -> None:
         try:
-            from ktopt.runtime.decoding import only_likeliest
+            from ktopt.runtime.decoding import only_likeliest, prompt_piece_of
 
             if only_likeliest(self._model, self._options):
                 self._decode()
             else:
+                if (piece := prompt_piece_of(self._model)) is not None:
+                    self._options.setdefault("prefill_chunk_size", piece)
                 self._model.generate(
                     **self._inputs, streamer=_Tokens(self._events), stopping_criteria=[self._stop], **self._options
                 )

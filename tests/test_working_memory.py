@@ -1,0 +1,72 @@
+"""`ktopt plan --context`: weights, cache and transient bytes by device, and the chunk size that makes a plan fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ktopt
+from ktopt.cli import main
+from ktopt.operators.latent_memory import LatentSizes, steps, transient_bytes
+from ktopt.working_memory import fitting_chunk, prompt_piece, working_memory
+
+RULES = str(Path(__file__).resolve().parents[1] / "rules" / "deepseek-v3" / "24gb.yaml")
+V3 = LatentSizes(heads=128, nope=128, rope=64, value=128, latent=512, hidden=7168)
+UNTOUCHED = "version: 1\nplace:\n  cpu: '@model.layers.*.mlp.experts'\n  cuda:0: '@**'\nrules: []\n"
+
+
+def on_card(plan: ktopt.plan.Plan, context: int, chunk: int | None = None):  # type: ignore[no-untyped-def]
+    return next(each for each in working_memory(plan, context, chunk) if each.device == "cuda:0")
+
+
+def test_a_latent_cache_is_as_large_as_its_tokens_in_whole_pages() -> None:
+    plan = ktopt.compile(RULES, "deepseek-v3")
+    for context in (8192, 20_480, 139_264):
+        assert on_card(plan, context).cache_bytes == context * 70_272
+    assert on_card(plan, 8193).cache_bytes == (8192 + 64) * 70_272
+
+
+def test_the_transient_is_bounded_by_the_chunk_and_hardly_grows_with_the_context() -> None:
+    plan = ktopt.compile(RULES, "deepseek-v3")
+    assert prompt_piece(plan) == 2048
+    short, long = on_card(plan, 8192).transient_bytes, on_card(plan, 139_264).transient_bytes
+    assert long - short == 2048 * (139_264 - 8192)  # the mask, a byte for each pair
+    assert on_card(plan, 139_264, 512).transient_bytes < 0.6 * long  # a tile of scores has its size in any case
+
+
+def test_attention_that_expands_all_takes_the_memory_that_it_takes(tmp_path: Path) -> None:
+    rules = tmp_path / "plain.yaml"
+    rules.write_text(UNTOUCHED)
+    plain = on_card(ktopt.compile(rules, "deepseek-v3"), 139_264)
+    assert plain.transient_bytes > 139_264 * 128 * 448 * 2
+    assert plain.cache_bytes == 139_264 * 70_272  # transformers caches latents too
+
+
+def test_a_larger_chunk_on_the_command_line_wins_over_the_rules() -> None:
+    plan = ktopt.compile(RULES, "deepseek-v3", chunk_size=4096)
+    assert prompt_piece(plan) == 4096
+
+
+def test_the_chunk_that_fits_is_the_largest_power_of_two_that_does() -> None:
+    plan = ktopt.compile(RULES, "deepseek-v3")
+    weights = on_card(plan, 20_480).weight_bytes
+    limit = weights + 20_480 * 70_272 + (1 << 30)
+    fits = fitting_chunk(plan, 20_480, {"cuda:0": limit})
+    assert fits is not None
+    assert on_card(plan, 20_480, fits).together <= limit < on_card(plan, 20_480, 2 * fits).together
+    assert fitting_chunk(plan, 20_480, {"cuda:0": weights}) is None
+
+
+def test_the_command_says_what_does_not_fit_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", RULES, "--model", "deepseek-v3", "--context", "139264", "--chunk_size", "1024"])
+    assert "memory for a context of 139,264 tokens, a prompt read 1,024 tokens at a time (chunk_size)" in capsys.readouterr().out
+    main(["plan", RULES, "--model", "deepseek-v3", "--context", "-1"])
+    assert "a number of tokens from 1 on" in capsys.readouterr().err
+
+
+def test_a_chunk_of_tiles_takes_far_less_than_all_scores_at_once() -> None:
+    step, tokens = steps(1, 128, 4096, "cuda")
+    assert step * tokens * 128 <= 1 << 26
+    for absorbed in (True, False):
+        assert transient_bytes(V3, 4096, 139_264, absorbed, 2, "cuda") < 128 * 4096 * 139_264 * 4 / 100
