@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 STEP_TOKENS = 256
-"""Memory grows by at least so many tokens, and by a quarter."""
+"""Memory grows by a quarter at least, to a multiple of so many tokens that leaves room for one more."""
 
 
 class GrowingLayer(DynamicLayer):
@@ -71,8 +71,7 @@ class GrowingLayer(DynamicLayer):
         for which, held in enumerate(self._stored):
             if held.shape[2] >= needed and held.is_contiguous():
                 continue
-            capacity = max(needed, held.shape[2] + held.shape[2] // 4)
-            capacity = -(-capacity // STEP_TOKENS) * STEP_TOKENS
+            capacity = max(needed, held.shape[2] + held.shape[2] // 4) // STEP_TOKENS * STEP_TOKENS + STEP_TOKENS
             grown = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
             grown[:, :, : self._tokens] = held[:, :, : self._tokens]
             self._stored[which] = grown

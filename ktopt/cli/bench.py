@@ -17,6 +17,7 @@ from ktopt.cli.table import Column, layout
 from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.plan import Plan
+from ktopt.runtime.memory import return_large_blocks
 from ktopt.runtime.threads import Threads, calm_openmp, parse_threads
 from ktopt.versions import installed
 
@@ -44,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     calm_openmp()
+    return_large_blocks()
     prefill = [n for n in _numbers("--prefill", args.prefill, 0, MOST_TOKENS) if n]
     depths = _numbers("--depth", args.depth, 0, MOST_TOKENS)
     decode = _number("--decode", args.decode, 0, MOST_TOKENS)

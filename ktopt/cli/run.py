@@ -18,6 +18,7 @@ from ktopt.diagnostics import UsageError
 from ktopt.folder import PLAN_FILE
 from ktopt.plan import Plan
 from ktopt.plan_check import open_plan
+from ktopt.runtime.memory import return_large_blocks
 from ktopt.runtime.threads import calm_openmp, parse_threads
 from ktopt.weights.tokenizer import stop_tokens
 
@@ -46,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     calm_openmp()
+    return_large_blocks()
     threads = parse_threads(args.threads, args.affinity)
     threads.stay_on_cores()
     options = sampling(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -9,6 +10,18 @@ from pathlib import Path
 
 _UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in what getrusage calls one unit of maxrss."""
+
+_M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 4 << 20
+"""Blocks from this size on go back to the system when they are freed."""
+
+
+def return_large_blocks() -> None:
+    """Make the C library map large blocks by themselves, so that freeing them gives them back. Left to itself glibc learns from the
+    first one freed to keep them, and what a long prompt's layers hold for a moment stays with the process. No effect elsewhere."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def resident_bytes() -> int:
