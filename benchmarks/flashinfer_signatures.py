@@ -8,6 +8,7 @@ parameter that the stand-in lacks may be without a default. Exits 1 where one is
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 import sys
@@ -50,6 +51,7 @@ def differences(ours: Any, real: Any) -> Iterator[str]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper as real
     except ImportError as error:

@@ -66,18 +66,30 @@ def prefers_absorbed(queries: int, context: int, sizes: LatentSizes) -> bool:
     return absorbed < context * matrix + pairs * (sizes.nope + sizes.rope + sizes.value)
 
 
+def heads_together(heads: int, head_bytes: int) -> int:
+    """How many heads are expanded at a time on a CPU."""
+    return max(1, min(heads, EXPANDED_BYTES // head_bytes))
+
+
 def transient_bytes(sizes: LatentSizes, queries: int, context: int, absorbed: bool, item: int, kind: str) -> int:
     """The most that attention holds at once for a chunk of `queries` after which the context is `context` tokens, beside its input,
-    its result and the cache. `item` is the bytes of a number. The most is held at the end of a tile of scores."""
+    its result and the cache. `item` is the bytes of a number. Temporary memory inside one operation is not in it.
+
+    The most is held while a tile of scores is added to the softmax so far; on a CPU, where a kernel keeps no scores, while the last
+    heads are expanded (in float32 or bfloat16, whichever the cache has).
+    """
+    key, value = sizes.nope + sizes.rope, sizes.value
+    asked = queries * sizes.heads * key * item
+    if kind == "cpu" and not absorbed:
+        together = heads_together(sizes.heads, context * (key + value) * item)
+        expanded = together * context * (sizes.nope + key + 2 * value) * item
+        return asked + queries * sizes.heads * (key + value) * FLOAT_BYTES + expanded
     step, tokens = steps(1, sizes.heads, queries, kind)
     tokens = min(tokens, context)
-    pairs = sizes.heads * step * tokens
-    queries_and_results = queries * sizes.heads * (sizes.nope + sizes.rope) * item
-    scores = pairs * (FLOAT_BYTES + item)
+    scores = sizes.heads * step * tokens * (FLOAT_BYTES + 2 * item)
     if absorbed:
-        queries_and_results += queries * sizes.heads * sizes.value * item
         held = step * sizes.heads * (sizes.token_numbers * item + sizes.latent * (2 * FLOAT_BYTES + item))
-        return queries_and_results + held + scores
-    tile = tokens * sizes.heads * ((2 * sizes.nope + sizes.rope + sizes.value) * item)
-    sums = queries * sizes.heads * (sizes.value + 2) * FLOAT_BYTES + step * sizes.heads * sizes.value * (FLOAT_BYTES + item)
-    return queries_and_results + tile + sums + scores
+        return asked + queries * sizes.heads * value * item + held + scores
+    tile = tokens * sizes.heads * (sizes.nope + value + key) * item
+    sums = queries * sizes.heads * value * FLOAT_BYTES + step * sizes.heads * (key * item + value * (FLOAT_BYTES + item))
+    return asked + tile + sums + scores

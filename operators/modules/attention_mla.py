@@ -268,8 +268,9 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         for at in range(0, queries, step):
             part = query_BSNH[:, at : at + step].transpose(1, 2)
             last = min(end, seen.past + at + part.shape[2]) if seen.mask is None else end
-            found = tiles.attend(self._absorbed_query(part), tiles.in_tiles(last, tokens, tile), self.scaling, seen, at)
-            out_BSNV[:, at : at + part.shape[2]] = self.matrices.values(found.to(query_BSNH.dtype)).transpose(1, 2)
+            out_BSNV[:, at : at + part.shape[2]] = self.matrices.values(
+                tiles.attend(self._absorbed_query(part), tiles.in_tiles(last, tokens, tile), self.scaling, seen, at)
+            ).transpose(1, 2)
         return out_BSNV
 
     def _expanded(self, query_BSNH: torch.Tensor, held: Any, seen: Seen, end: int) -> torch.Tensor:
@@ -284,6 +285,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
                 if seen.mask is None and start > seen.past + at + part.shape[2] - 1:
                     continue
                 softmax.add(seen.hide((part @ keys.mT).float().mul_(self.scaling), at, start), values)
+            del keys, values  # before the next tile is made
         out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
         for at, part, softmax in zip(range(0, queries, step), parts, sums, strict=True):
             out_BSNV[:, at : at + part.shape[2]] = softmax.result().transpose(1, 2)

@@ -11,7 +11,7 @@ import torch
 from ktopt.cache.latent import LatentLayer
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu.attention import prefill_attention
-from ktopt.operators.latent_memory import EXPANDED_BYTES
+from ktopt.operators.latent_memory import heads_together
 from ktopt.operators.modules.latent_matrices import LatentMatrices
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.tiled_attention import Seen
@@ -46,12 +46,8 @@ def attend_prompt(
                 query_SNH[:, part], keys, values, first=seen.past, start=start, scale=scale, out_THV=out_BSNV[row][:, part],
                 threads=torch.get_num_threads(),
             )  # fmt: skip
+            del keys, values  # before the next heads' are made
     return out_BSNV.to(query_BSNH.dtype)
-
-
-def heads_together(heads: int, head_bytes: int) -> int:
-    """How many heads are expanded at a time."""
-    return max(1, min(heads, EXPANDED_BYTES // head_bytes))
 
 
 def _expanded(latents_TW: torch.Tensor, matrices: LatentMatrices, part: slice, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:

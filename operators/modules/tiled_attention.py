@@ -81,7 +81,7 @@ Tile = tuple[int, torch.Tensor, torch.Tensor]
 
 
 def attend(query_BNSK: torch.Tensor, tiles: Iterator[Tile], scale: float, seen: Seen, first: int) -> torch.Tensor:
-    """Attention of a chunk of queries, the first of which is number `first` of `seen`, to (B, N, S, V) float32."""
+    """Attention of a chunk of queries, the first of which is number `first` of `seen`, to (B, N, S, V) in the queries' dtype."""
     softmax = Softmax()
     batch, heads, queries, numbers = query_BNSK.shape
     for start, keys, values in tiles:
@@ -89,8 +89,10 @@ def attend(query_BNSK: torch.Tensor, tiles: Iterator[Tile], scale: float, seen: 
             scores = (query_BNSK.reshape(batch, heads * queries, numbers) @ keys[:, 0].mT).view(batch, heads, queries, -1)
         else:
             scores = query_BNSK @ keys.mT
-        softmax.add(seen.hide(scores.float().mul_(scale), first, start), values)
-    return softmax.result()
+        scores = scores.float().mul_(scale)
+        softmax.add(seen.hide(scores, first, start), values)
+        del keys, values, scores  # before the next tile is made
+    return softmax.result().to(query_BNSK.dtype)
 
 
 def in_tiles(end: int, tokens: int, make: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Tile]:
