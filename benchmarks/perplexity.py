@@ -2,9 +2,9 @@
 
     python benchmarks/perplexity.py [--models NAME ...] [--tokens N] [--window N] [--at-once N ...] [--folder DIR] [--json FILE]
 
-The text is argparse.py as Python ships it, cut into windows that are read each from an empty cache: whole, which runs the products of
-many tokens, or some tokens at a time, which runs the kernels of few. The target is half a per cent; of a text of fewer than some
-thousand tokens, chance alone is more than that.
+The text is argparse.py as Python ships it, cut into windows that are read each from an empty cache: whole, which runs the
+products of many tokens, or some tokens at a time, which runs the kernels of few. The target is half a per cent; of a text of fewer
+than some thousand tokens, chance alone is more than that.
 """
 
 from __future__ import annotations
