@@ -57,6 +57,15 @@ FAMILIES = {
 TEXT = torch.randint(0, 96, (1, 23), generator=torch.Generator().manual_seed(3))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors gain nothing from more, and lose much where another process wants the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def random_model(family: str, **changes):
     config = CONFIG_MAPPING[family.split()[0]](**{**SHAPE, **FAMILIES[family], **changes})
     torch.manual_seed(1)

@@ -110,7 +110,7 @@ class KDecoderLayer(Mixed, nn.Module):
         held = self._cache_layer(cache, fused, batch)
         if isinstance(held, str):
             return held
-        seen = 0 if mask is None else first_tokens(mask, tokens, held.past, fused.window)
+        seen = 0 if mask is None else first_tokens(mask, tokens, held.past, fused.window, embeddings)
         if isinstance(seen, str):
             return seen
         turn = rotation(embeddings)
@@ -158,7 +158,7 @@ class KDecoderLayer(Mixed, nn.Module):
         latent, rope = cast(tuple[int, int], fused.latent)
         held.start(batch, latent, rope, self.kv_dtype, x_BSH.device)
         past = held.get_seq_length()
-        seen = 0 if mask is None else first_tokens(mask, tokens, past, 0) if tokens <= FEW_LATENT else 0
+        seen = 0 if mask is None else first_tokens(mask, tokens, past, 0, embeddings) if tokens <= FEW_LATENT else 0
         if isinstance(seen, str):
             return seen
         if tokens > FEW_LATENT:

@@ -5,31 +5,34 @@ Legend: B sequences, S queries, N keys.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
-_last: list[Any] = [None, (), None, 0]
-"""The mask that was last looked at (a weak reference), with what, a copy where changes to it aren't counted, and the answer: all
-layers of a step are given the same one."""
+_recent: list[tuple[Any, ...]] = [(None, None, (), 0)] * 2
+"""Masks looked at last: the step, the mask, what was asked, and the answer. All layers of a step are given the same one, or one of
+two by turns."""
+ROWS = 256
+"""Queries whose rows of a mask are looked at together: a long prompt's mask is large, and so is what comes of comparing it."""
 
 
-def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> torch.Tensor | int | str:
+def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int, step: Any = None) -> torch.Tensor | int | str:
     """The first token in memory that each sequence sees, int64 (B), or 0 where all see all; or why the mask can't be told so.
 
     mask     (B or 1, 1, S, N), bool with True for what is seen, or floats with 0 for what is seen
     queries  S
     past     tokens in memory before the queries; N may be fewer than past + S where a window has closed over the oldest
     window   tokens that a query sees, its own included; 0 for all
+    step     an object that each forward of a model has anew (its position embeddings): within one, a mask is looked at once
     """
-    uncounted = mask.is_inference()
-    about = (queries, past, window, mask.data_ptr(), None if uncounted else mask._version)
-    held, known, copy, answer = _last
-    if held is not None and held() is mask and known == about and (copy is None or torch.equal(copy, mask)):
-        return answer  # type: ignore[no-any-return]
+    about = (queries, past, window)
+    if step is not None:
+        for then, known, asked, answer in _recent:
+            if then is step and known is mask and asked == about:
+                return answer  # type: ignore[no-any-return]
     answer = _first_tokens(mask, queries, past, window)
-    _last[:] = [weakref.ref(mask), about, mask.clone() if uncounted else None, answer]
+    if step is not None:
+        _recent[:] = [(step, mask, about, answer), _recent[0]]
     return answer
 
 
@@ -40,17 +43,38 @@ def _first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> t
     behind = past + queries - covered  # tokens in memory that the mask leaves out, because none of the queries sees them
     if behind < 0 or (behind and not window):
         return "an attention mask for more or fewer tokens than the cache holds"
-    seen = mask[:, 0] if mask.dtype is torch.bool else mask[:, 0] == 0
-    own = torch.arange(covered - queries, covered).view(1, -1, 1)
-    keys = torch.arange(covered).view(1, 1, -1)
-    first = seen.int().argmax(dim=2).masked_fill(~seen.any(dim=2), covered)  # (B, S): the first key that a query sees
-    least = (own[..., 0] + 1 - window).clamp(min=0) if window else torch.zeros_like(own[..., 0])
-    padded = torch.where(first > least, first, 0).masked_fill(first > own[..., 0], 0).amax(dim=1)
-    start = torch.maximum(padded.view(-1, 1, 1), least.unsqueeze(2))
-    expected = (keys >= start) & (keys <= own)
-    told = (expected == seen) | (own < padded.view(-1, 1, 1))  # what padding sees is nobody's concern
-    if not bool(told.all()):
+    blocks = [slice(row, row + ROWS) for row in range(0, queries, ROWS)]
+    padded = torch.stack([_padding(mask[:, 0, rows], covered - queries + rows.start, window) for rows in blocks]).amax(dim=0)
+    if not all(_as_told(mask[:, 0, rows], covered - queries + rows.start, window, padded) for rows in blocks):
         return "an attention mask that is more than causality and padding"
     if not bool(padded.any()):
         return 0
     return torch.where(padded > 0, padded + behind, 0).to(torch.int64).contiguous()
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype is torch.bool else mask == 0
+
+
+def _least(own: torch.Tensor, window: int) -> torch.Tensor:
+    """The first key that the window leaves to each query."""
+    return (own + 1 - window).clamp(min=0) if window else torch.zeros_like(own)
+
+
+def _padding(mask_BSN: torch.Tensor, first_own: int, window: int) -> torch.Tensor:
+    """(B): the tokens that rows of a mask leave out at a sequence's beginning, as far as these rows tell. Query 0's own token is
+    `first_own`."""
+    seen = _seen(mask_BSN)
+    own = torch.arange(first_own, first_own + seen.shape[1])
+    first = seen.byte().argmax(dim=2).masked_fill(~seen.any(dim=2), seen.shape[2])
+    return torch.where((first > _least(own, window)) & (first <= own), first, 0).amax(dim=1)
+
+
+def _as_told(mask_BSN: torch.Tensor, first_own: int, window: int, padded: torch.Tensor) -> bool:
+    """Whether rows of a mask are causality, the window, and so many tokens of padding; what padding sees is nobody's concern."""
+    seen = _seen(mask_BSN)
+    own = torch.arange(first_own, first_own + seen.shape[1]).view(1, -1, 1)
+    keys = torch.arange(seen.shape[2])
+    start = torch.maximum(padded.view(-1, 1, 1), _least(own, window))
+    told = ((keys >= start) & (keys <= own)) == seen
+    return bool((told | (own < padded.view(-1, 1, 1))).all())
