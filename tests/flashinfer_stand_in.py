@@ -1,6 +1,6 @@
 """What flashinfer.mla.BatchMLAPagedAttentionWrapper promises, computed in torch: for tests without a GPU.
 
-Written from the documentation of flashinfer 0.7.4. benchmarks/flashinfer_signatures.py compares its signatures with the real ones.
+Written from the documentation of flashinfer 0.7.4. scripts/flashinfer_signatures.py compares its signatures with the real ones.
 Sequence b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]] and kv_len_arr[b] tokens in them; its queries are rows
 qo_indptr[b]:qo_indptr[b + 1]. With `causal` the last query sees all tokens, the one before it all but the last, and so on. A query
 that sees none has the result zero. The log-sum-exp is to base 2.

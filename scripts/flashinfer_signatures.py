@@ -1,6 +1,6 @@
 """Compares the stand-in for FlashInfer's MLA wrapper (tests/flashinfer_stand_in.py) with the installed package, by inspect.
 
-    python -P benchmarks/flashinfer_signatures.py
+    python -P scripts/flashinfer_signatures.py
 
 The package imports without a GPU. Every parameter of the stand-in must be there, by its name and with the same default, and no
 parameter that the stand-in lacks may be without a default. Exits 1 where one isn't so, 2 where FlashInfer can't be imported.
