@@ -27,6 +27,14 @@ def test_a_latent_cache_is_as_large_as_its_tokens_in_whole_pages() -> None:
     assert on_card(plan, 8193).cache_bytes == (8192 + 64) * 70_272
 
 
+@pytest.mark.parametrize("context", [8192, 20_480, 139_264])
+def test_the_rule_set_for_24_gb_fits_24_gb_and_without_it_nothing_does(context: int, tmp_path: Path) -> None:
+    assert on_card(ktopt.compile(RULES, "deepseek-v3"), context).together < 24e9
+    rules = tmp_path / "plain.yaml"
+    rules.write_text(UNTOUCHED)
+    assert fitting_chunk(ktopt.compile(rules, "deepseek-v3"), context, {"cuda:0": int(24e9)}) is None
+
+
 def test_the_transient_is_bounded_by_the_chunk_and_hardly_grows_with_the_context() -> None:
     plan = ktopt.compile(RULES, "deepseek-v3")
     assert prompt_piece(plan) == 2048
