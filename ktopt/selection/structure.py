@@ -260,7 +260,7 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
         rule, attention = matches.ruleset.rules[index], matches.ruleset.rules[attention_index]
         config, ops = rule.replace.config, rule.replace.operator.ops
         op = ops.get(str(getattr(config, "generate_op", None)))
-        if op is None or op.name == "KLinearTorch" or _takes_too_many(rule, report):
+        if op is None or op.name == "KLinearTorch" or op.keeps or _takes_too_many(rule, report):
             continue
         severity = Severity.ERROR if op.packs else Severity.INFO
         message = (
