@@ -16,7 +16,10 @@ from ktopt.kernels import cpu
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.source import SourceFile
 
-pytestmark = pytest.mark.skipif(not cpu.available()[0], reason="the CPU kernels were not built")
+pytestmark = [
+    pytest.mark.skipif(not cpu.available()[0], reason="the CPU kernels were not built"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 RULES = """
 version: 1
@@ -55,15 +58,6 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
 TEXT = torch.randint(0, 96, (1, 23), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors gain nothing from more, and lose much where another process wants the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_model(family: str, **changes):

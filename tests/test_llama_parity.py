@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from transformers.initialization import no_init_weights
 import ktopt
 from ktopt.kernels import cpu
 from ktopt.source import SourceFile
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = sorted((Path(__file__).parent / "data" / "llama_logits").glob("*.json"))
@@ -51,14 +52,6 @@ class Distance:
 def recorded(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "llama_logits" / f"{name}.json").read_text())
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

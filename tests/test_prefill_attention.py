@@ -3,7 +3,6 @@ against exact results where the inputs have one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +15,8 @@ if not cpu.available()[0]:
     pytest.skip(cpu.available()[1], allow_module_level=True)
 
 from ktopt.kernels.cpu.attention import prefill_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BFLOAT16_ROUNDING = 2.0**-9
@@ -80,23 +81,6 @@ def known(case: Case, dtype: torch.dtype, rounding: float) -> tuple[torch.Tensor
     filled = case.first + case.tokens
     given = (q, keys[:, :filled], values[:, :filled], *case.sight, case.key_dim**-0.5)
     return reference.attention(*given), reference.attention_error(*given, rounding)
-
-
-@pytest.fixture(autouse=True)
-def best_isa() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for tensors so small
-    yield
-    torch.set_num_threads(threads)
-    cpu.use_isa(None)
-
-
-@pytest.fixture(params=cpu.ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    if request.param not in cpu.isas():
-        pytest.skip(f"this CPU lacks {request.param}")
-    cpu.use_isa(request.param)
-    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

