@@ -223,6 +223,72 @@ class TestFallingBack:
         ours(TEXT)
         assert len(seen) == 1
 
+    def test_for_a_forward_set_on_the_layer_itself(self):
+        model = random_model("llama")
+        ours = fused(model)
+        ours(TEXT)
+        for each in (model, ours):
+            layer = each.model.layers[1]
+            layer.forward = lambda hidden_states, *args, own=layer.forward, **kwargs: own(hidden_states * 0.5, *args, **kwargs)
+        assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+
+    def test_for_a_gradient_that_only_a_weight_asks_for(self):
+        model = random_model("qwen3_moe")
+        ours = fused(model)
+        ours(TEXT)
+        for each in (model, ours):
+            each.model.layers[0].post_attention_layernorm.weight.requires_grad_()
+            each(TEXT).logits.square().sum().backward()
+        theirs, made = (each.model.layers[0].post_attention_layernorm.weight.grad for each in (model, ours))
+        assert difference(made, theirs) < 1e-3 * float(theirs.abs().max())
+
+    def test_for_dropout_in_training(self, caplog):
+        ours = fused(random_model("llama", attention_dropout=0.5)).train()
+        torch.manual_seed(0)
+        assert difference(ours(TEXT).logits, ours(TEXT).logits) > 1e-3
+        assert "dropout" in self.reasons(caplog)
+
+    def test_for_another_attention_function(self, caplog):
+        from transformers import AttentionInterface
+
+        def first_value(module, query, key, value, mask, **kwargs):
+            return value[:, :, :1].repeat_interleave(query.shape[1] // value.shape[1], 1).expand_as(query).transpose(1, 2), None
+
+        AttentionInterface.register("first_value", first_value)
+        model = random_model("llama")
+        ours = fused(model)
+        for each in (model, ours):
+            each.set_attn_implementation("first_value")
+        assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+        assert "first_value" in self.reasons(caplog)
+
+    def test_for_arguments_that_change_attention(self, caplog):
+        model = random_model("llama")
+        ours = fused(model)
+        assert difference(ours(TEXT, is_causal=False).logits, model(TEXT, is_causal=False).logits) < 2e-5
+        assert "is_causal" in self.reasons(caplog)
+
+    @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
+    def test_for_sequences_packed_into_one(self, family):
+        model = random_model(family)
+        positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
+        made, expected = (each(TEXT[:, :16], position_ids=positions, use_cache=False).logits for each in (fused(model), model))
+        assert difference(made, expected) < 2e-5
+
+    def test_for_a_mask_that_weakens_scores(self, caplog):
+        model = random_model("llama")
+        mask = torch.zeros(1, 1, 23, 23).masked_fill(~torch.tril(torch.ones(23, 23, dtype=torch.bool)), torch.finfo().min)
+        mask[..., 10:, 3] = -1.0
+        assert difference(fused(model)(TEXT, attention_mask=mask).logits, model(TEXT, attention_mask=mask).logits) < 2e-5
+        assert "weakens" in self.reasons(caplog)
+
+    def test_for_weights_that_are_not_there(self, caplog):
+        ours = fused(random_model("llama"))
+        ours(TEXT)
+        ours.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(80, 64, device="meta"), requires_grad=False)
+        ours(TEXT)
+        assert "weights aren't there" in self.reasons(caplog)
+
     def test_for_children_that_were_replaced(self):
         model = random_model("llama")
         ours = fused(model)
@@ -275,6 +341,30 @@ def test_weights_that_change_are_seen():
     with torch.no_grad():
         ours.model.layers[0].input_layernorm.weight.add_(0)
         assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_model_computes_with_its_new_weights(family, dtype):
+    if dtype is torch.float64 and "num_experts_per_tok" in FAMILIES[family]:
+        pytest.skip("torch has no grouped product of float64")
+    model = random_model(family)
+    ours = fused(model)
+    ours(TEXT)
+    made, expected = ours.to(dtype)(TEXT).logits, model.to(dtype).float()(TEXT).logits
+    assert made.dtype is dtype
+    assert difference(made.float(), expected) < {torch.bfloat16: 3e-2, torch.float16: 3e-3, torch.float64: 5e-5}[dtype]
+
+
+def test_weights_given_other_memory_are_seen():
+    model = random_model("llama")
+    ours = fused(model)
+    ours(TEXT)
+    for each in (model, ours):
+        each.model.layers[1].mlp.up_proj.weight.data = each.model.layers[1].mlp.up_proj.weight.data * 3
+        each.model.norm.weight.data = each.model.norm.weight.data + 1
+        each.model.layers[0].input_layernorm.weight.data = each.model.layers[0].input_layernorm.weight.data + 1
+    assert difference(ours(TEXT).logits, model(TEXT).logits) < 5e-5
 
 
 def test_copies_and_pickles_run():

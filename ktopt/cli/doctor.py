@@ -86,9 +86,7 @@ def gather() -> dict[str, Any]:
 
 def latent_attention(kernels: dict[str, Any], infer: dict[str, Any], machine: Hardware) -> dict[str, str]:
     """What computes DeepSeek's latent attention here, by kind of device, and where it isn't the fastest thing, why."""
-    made = {
-        "cpu": f"CPU kernels ({kernels['isa']}) in decoding, torch by tiles in prefill" if kernels["usable"] else "torch by tiles"
-    }
+    made = {"cpu": f"CPU kernels ({kernels['isa']}) in decoding and for prompts" if kernels["usable"] else "torch by tiles"}
     if machine.devices:
         made["cuda"] = "FlashInfer" if infer["usable"] else f"torch by tiles: FlashInfer is {infer['why_not']}"
     return made
@@ -99,8 +97,11 @@ def cpu_kernels() -> dict[str, Any]:
     from ktopt.kernels import cpu
 
     usable, why = cpu.available()
-    lost = "" if usable else f"{why}; until then KLinearCPUInfer and KExpertsCPU compute by torch, slower, on larger weights"
-    return {"isa": cpu.isa() if usable else None, "usable": usable, "why_not": lost}
+    lost = (
+        f"{why}; until then KLinearCPUInfer, KExpertsCPU and KEmbeddingCPU compute by torch, slower, on larger weights, and "
+        "KDecoderLayer and KDeepseekV2Attention run as transformers' layers and by torch"
+    )
+    return {"isa": cpu.isa() if usable else None, "usable": usable, "why_not": "" if usable else lost}
 
 
 def flashinfer(installed: str | None, machine: Hardware) -> dict[str, Any]:

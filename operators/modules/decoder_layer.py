@@ -38,6 +38,16 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 FEW_LATENT = 16
 """Up to so many new tokens of a sequence the kernels attend to latents, absorbed; more go through the attention's module."""
 
+HARMLESS = frozenset(
+    {
+        "position_ids", "use_cache", "cache_position", "return_dict", "output_attentions", "output_hidden_states",
+        "output_router_logits", "num_items_in_batch", "logits_to_keep",
+    }
+)  # fmt: skip
+"""Arguments of a layer that change nothing in it, or that hooks on its children answer."""
+IMPLEMENTATIONS = frozenset({"sdpa", "eager", "flash_attention_2", "flash_attention_3", None})
+"""Of attention, in transformers: those that compute what the kernels do. Others may be anybody's function."""
+
 
 class KDecoderLayer(Mixed, nn.Module):
     """What is mixed into the original's class. `kv_dtype` is what keys and values, or latents, are kept in."""
@@ -50,19 +60,20 @@ class KDecoderLayer(Mixed, nn.Module):
         """The original's children under a class of its own. KtoptError where the kernels can't run them, with the reason."""
         there, why_not = cpu.available()
         if not there:
-            log.warning("%s is left as it is: %s", context.step.path, why_not)
+            _say("layers are left as they are", why_not)
             return original
         made = mix(cls, original)
         described = describe(made)
         if isinstance(described, str):
-            raise KtoptError(f"{context.step.path}: KDecoderLayer can't run this {type(original).__name__} as one: {described}")
+            raise KtoptError(f"can't run this {type(original).__name__} as one: {described}")
         asked = cast(LayerConfig, context.config).kv_dtype
         made.kv_dtype = getattr(torch, asked if asked != "auto" else "bfloat16" if described.latent else "float16")
         return made  # type: ignore[no-any-return]
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As nn.Module's, but past its machinery where nothing is hooked: a layer of a small model takes less time than that."""
-        if not (args or self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or _hooked_everywhere()):
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or "forward" in self.__dict__
+        if not (args or hooked or _hooked_everywhere()):
             made = self._fused(hidden_states, **kwargs)
             if not isinstance(made, str):
                 return made
@@ -72,7 +83,7 @@ class KDecoderLayer(Mixed, nn.Module):
         """hidden_states (B, S, H) to the same shape and dtype. Takes what the original's forward takes."""
         made = self._fused(hidden_states, **kwargs) if not args else "arguments given by position"
         if isinstance(made, str):
-            _say(self.origin.__name__, made)
+            _say(f"a layer runs as {self.origin.__name__} has it, not as one kernel", made, id(self.self_attn.config))
             result: torch.Tensor = self.origin.forward(self, hidden_states, *args, **kwargs)
             return result
         return made
@@ -93,8 +104,8 @@ class KDecoderLayer(Mixed, nn.Module):
             if isinstance(fused, str):
                 del self.__dict__["_kernel"]
                 return fused
-        if (reason := _unfit(x_BSH)) or position_embeddings is None:
-            return reason or "no position embeddings"
+        if reason := _unfit(x_BSH) or self._unfit(fused, position_embeddings, others):
+            return reason
         cache = cache if cache is not None else past_key_values
         try:
             if fused.latent:
@@ -104,6 +115,22 @@ class KDecoderLayer(Mixed, nn.Module):
             raise KtoptError(
                 f"layer {fused.index}: {error} (more than 65504): give KDecoderLayer `kv_dtype: float32` or bfloat16"
             ) from None
+
+    def _unfit(self, fused: Fused, embeddings: Any, others: dict[str, Any]) -> str:
+        """Why this call isn't for the kernels, or ""."""
+        if fused.run is None:
+            return "its weights aren't there"
+        if embeddings is None:
+            return "no position embeddings"
+        if not others.keys() <= HARMLESS and (strange := [n for n in others if n not in HARMLESS and others[n] is not None]):
+            return f"the argument {strange[0]}"
+        if fused.config._attn_implementation not in IMPLEMENTATIONS:
+            return f"the attention implementation {fused.config._attn_implementation}"
+        if self.training and fused.dropout:
+            return "dropout in training"
+        if torch.is_grad_enabled() and fused.watched.asks_gradient():
+            return "a gradient is asked for"
+        return ""
 
     def _grouped(self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any) -> torch.Tensor | str:
         batch, tokens, _ = x_BSH.shape
@@ -117,7 +144,7 @@ class KDecoderLayer(Mixed, nn.Module):
         out = _copied(x_BSH)
         held.room(tokens)
         keys, values = held.stored
-        fused.run(
+        cast(Any, fused.run)(
             out.data_ptr(), batch, tokens, turn.cos, turn.sin, turn.one, KINDS[keys.dtype], keys.data_ptr(), values.data_ptr(),
             keys.shape[2], held.past, 0 if isinstance(seen, int) else seen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -168,7 +195,7 @@ class KDecoderLayer(Mixed, nn.Module):
         held.reserve(tokens)
         assert held.pool is not None
         pages, table = held.pool.pages_GTW, held.table()
-        fused.run_latent(
+        cast(Any, fused.run_latent)(
             out.data_ptr(), batch, tokens, turn.cos, turn.sin, turn.one, KINDS[pages.dtype], pages.data_ptr(), pages.shape[0],
             pages.shape[1], table.data_ptr(), table.shape[1], past, 0 if isinstance(seen, int) else seen.data_ptr(),
             torch.get_num_threads(),
@@ -188,7 +215,7 @@ class KDecoderLayer(Mixed, nn.Module):
             **others,
         )[0]
         out = _copied(x_BSH + attended)
-        fused.run_mlp(out.data_ptr(), out.shape[0] * out.shape[1], torch.get_num_threads())
+        cast(Any, fused.run_mlp)(out.data_ptr(), out.shape[0] * out.shape[1], torch.get_num_threads())
         return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
 
 
@@ -225,6 +252,7 @@ def _unfit(x: torch.Tensor) -> str:
     return ""
 
 
-@lru_cache(maxsize=256)
-def _say(name: str, reason: str) -> None:
-    log.warning("%s runs as transformers has it, not as one kernel: %s", name, reason)
+@lru_cache(maxsize=1024)
+def _say(what: str, reason: str, model: int = 0) -> None:
+    """Log a reason, once for each model."""
+    log.warning("%s: %s", what, reason)

@@ -74,7 +74,8 @@ class KExpertsCPU(KTransformersExperts):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden_states (T, H), top_k_index (T, K) of integers, top_k_weights (T, K) to (T, H) in hidden_states' dtype. KtoptError
         for the number of an expert that isn't there."""
-        asks_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
+        asking = (hidden_states, top_k_weights, *self._parameters.values())
+        asks_gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in asking)
         experts = None if asks_gradient or not hidden_states.is_cpu else self.stored or self._in_memory(hidden_states.shape[0])
         if experts is None:
             self._check(top_k_index)

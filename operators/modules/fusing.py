@@ -30,7 +30,8 @@ class Fused:
     kv_heads, head_dim, window   of grouped-query attention, its cache's shape; window 0 for none
     latent           of latent attention, the numbers of a token's latent and of its rotary key; None for grouped-query attention
     page_tokens      of its cache
-    run, run_latent, run_mlp   the extension's functions of these names, on the layer
+    config, dropout  the attention's
+    run, run_latent, run_mlp   the extension's functions of these names, on the layer; None while weights are missing
     """
 
     index: int
@@ -40,9 +41,11 @@ class Fused:
     window: int = 0
     latent: tuple[int, int] | None = None
     page_tokens: int = PAGE_TOKENS
-    run: Callable[..., None] = lambda *call: None
-    run_latent: Callable[..., None] = lambda *call: None
-    run_mlp: Callable[..., None] = lambda *call: None
+    config: Any = None
+    dropout: float = 0.0
+    run: Callable[..., None] | None = None
+    run_latent: Callable[..., None] | None = None
+    run_mlp: Callable[..., None] | None = None
 
     def stands(self) -> bool:
         """Whether the children are still those that it was made of, and without hooks."""
@@ -54,6 +57,7 @@ def describe(layer: Any) -> Fused | str:
     watched = Watched()
     try:
         fused, description = _layer(layer, watched)
+        fused.config, fused.dropout = layer.self_attn.config, float(getattr(layer.self_attn, "attention_dropout", 0.0) or 0.0)
         if any(watched.hooks) and watched.calls_back():
             return "a part of it has a hook"
         if not any(parameter.is_meta for parameter in layer.parameters()):

@@ -11,7 +11,7 @@ from ktopt.kernels import cpu
 from ktopt.kernels.cpu.experts import Experts
 from ktopt.operators.modules.experts import KTransformersExperts, computes_otherwise
 from ktopt.operators.modules.experts_cpu import KExpertsCPU, kernel_activation
-from ktopt.operators.modules.watching import CannotFuse, Watched, floats, on_cpu, only, parts_of
+from ktopt.operators.modules.watching import CannotFuse, Watched, floats, matrix, only, parts_of
 
 SHARED = ("shared_expert", "shared_experts")
 BLOCKS = frozenset({"MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "DeepseekV2Moe", "DeepseekV3MoE"})
@@ -48,7 +48,7 @@ def _routing(gate: Any, watched: Watched) -> dict[str, Any]:
         return plain
     scaled = {**plain, "routed_scale": float(gate.routed_scaling_factor)}
     if name == "DeepseekV3TopkRouter":
-        bias = floats(gate.e_score_correction_bias, gate._buffers, "e_score_correction_bias", watched)
+        bias = floats(gate._buffers, "e_score_correction_bias", watched)
         groups = {"groups": gate.num_group, "kept_groups": gate.topk_group, "sum_of_two": True}
         return {**scaled, **groups, "sigmoid": True, "choice_bias": bias}
     if name == "DeepseekV2TopkRouter" and gate.topk_method in ("greedy", "group_limited_greedy"):
@@ -65,27 +65,15 @@ def _products(watched: Watched, *modules: Any) -> list[tuple[int, ...]]:
     for module in modules:
         if getattr(module, "bias", None) is not None:
             raise CannotFuse(f"{type(module).__name__} has a bias")
-        parts = parts_of(module, watched) if isinstance(module, nn.Linear) else _weight(module, watched)
+        parts = parts_of(module, watched) if isinstance(module, nn.Linear) else matrix(module, "weight", watched)
         made += [(*part.call, at + first, 0) for first, part in parts]
         watched.kept += parts
         at += module.weight.shape[0]
     return made
 
 
-def _weight(gate: Any, watched: Watched) -> list[tuple[int, cpu.Blocks]]:
-    watched.children.append((gate._parameters, "weight", gate.weight))
-    on_cpu(gate.weight, type(gate).__name__)
-    if gate.weight.is_meta:
-        return []
-    blocks = cpu.tensor_blocks(gate.weight.detach()) if gate.weight.is_contiguous() else None
-    if blocks is None:
-        raise CannotFuse(f"the kernels can't take a router of {gate.weight.dtype}")
-    return [(0, blocks)]
-
-
 def _experts(experts: Any, shared: Any, watched: Watched) -> Any:
     """The kernels' object of all experts; none on meta."""
-    name = type(experts).__name__
     if not isinstance(experts, KTransformersExperts) and (reason := computes_otherwise(experts)):
         raise CannotFuse(reason)
     activation = kernel_activation(experts.act_fn)
@@ -94,29 +82,15 @@ def _experts(experts: Any, shared: Any, watched: Watched) -> Any:
     extra = _shared(shared, activation, watched) if shared is not None else ()
     stored = experts.stored if isinstance(experts, KExpertsCPU) else None
     watched.children.append((vars(experts), "stored", stored))
-    gate_up, down = (stored.gate_up, stored.down) if stored else _parameters(experts, name, watched)
+    names = ("gate_up_proj", "down_proj")
+    plain = [] if stored else [tuple(part for _, part in matrix(experts, name, watched)) for name in names]
+    gate_up, down = (stored.gate_up, stored.down) if stored else plain
     if extra is None or not gate_up:
         return None
     count = experts.down_proj.shape[0] if stored is None else stored.count
     made = Experts(count, gate_up, down, activation, extra)
     watched.kept.append(made)
     return made.object
-
-
-def _parameters(experts: Any, name: str, watched: Watched) -> tuple[Sequence[cpu.Blocks], Sequence[cpu.Blocks]]:
-    found: list[Sequence[cpu.Blocks]] = []
-    for leaf in ("gate_up_proj", "down_proj"):
-        weight = experts._parameters[leaf]
-        watched.children.append((experts._parameters, leaf, weight))
-        on_cpu(weight, name)
-        if weight.is_meta:
-            found.append(())
-            continue
-        blocks = cpu.tensor_blocks(weight.detach().flatten(0, 1)) if weight.is_contiguous() else None
-        if blocks is None:
-            raise CannotFuse(f"the kernels can't take experts of {weight.dtype}")
-        found.append((blocks,))
-    return found[0], found[1]
 
 
 def _shared(mlp: Any, activation: str, watched: Watched) -> Sequence[cpu.Blocks] | None:

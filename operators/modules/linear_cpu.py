@@ -39,7 +39,7 @@ class KLinearCPUInfer(HoldsBlocks, KTransformersLinear):
 
     x may have any floating dtype; the result has x's. Sums are in float32. The kernels round activations to 8 bits (see
     kernels/cpu); where torch multiplies, both sides are rounded to bfloat16 if the CPU multiplies that, and a weight without blocks
-    in float32 is multiplied in float32. Where x asks for a gradient, torch computes, and x gets it.
+    in float32 is multiplied in float32. Where x or a parameter asks for a gradient, torch computes, and it gets it.
     """
 
     def __init__(self, *args: Any, **tensor: Any) -> None:
@@ -62,7 +62,7 @@ class KLinearCPUInfer(HoldsBlocks, KTransformersLinear):
         """x (..., in_features) to (..., out_features), in x's dtype."""
         tokens = x.numel() // self.in_features
         parts = self.parts or self._weight_as_parts()
-        if not parts or tokens == 0 or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+        if not parts or tokens == 0 or not x.is_cpu or (torch.is_grad_enabled() and self._asks_gradient(x)):
             return self._by_torch(x)
         if tokens > FEW_TOKENS and not all(cpu.takes_many(part) for _, part in parts):
             return self._by_torch(x)
@@ -83,6 +83,9 @@ class KLinearCPUInfer(HoldsBlocks, KTransformersLinear):
         if self.bias is not None:
             out_TR += self.bias
         return out_TR if x.dtype is torch.float32 else out_TR.to(x.dtype)
+
+    def _asks_gradient(self, x: torch.Tensor) -> bool:
+        return x.requires_grad or any(p is not None and p.requires_grad for p in self._parameters.values())
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         """The product by torch, in the dtype that suits: a tile of rows after another where the weight is in blocks."""

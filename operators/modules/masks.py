@@ -5,13 +5,14 @@ Legend: B sequences, S queries, N keys.
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import torch
 
-_recent: list[tuple[Any, ...]] = [(None, None, (), 0)] * 2
-"""Masks looked at last: the step, the mask, what was asked, and the answer. All layers of a step are given the same one, or one of
-two by turns."""
+_recent: list[tuple[Any, ...]] = [(None, lambda: None, (), 0)] * 2
+"""Masks looked at last: the step, the mask (weakly), what was asked, and the answer. All layers of a step are given the same one,
+or one of two by turns."""
 ROWS = 256
 """Queries whose rows of a mask are looked at together: a long prompt's mask is large, and so is what comes of comparing it."""
 
@@ -28,11 +29,11 @@ def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int, step:
     about = (queries, past, window)
     if step is not None:
         for then, known, asked, answer in _recent:
-            if then is step and known is mask and asked == about:
+            if then is step and known() is mask and asked == about:
                 return answer  # type: ignore[no-any-return]
     answer = _first_tokens(mask, queries, past, window)
     if step is not None:
-        _recent[:] = [(step, mask, about, answer), _recent[0]]
+        _recent[:] = [(step, weakref.ref(mask), about, answer), _recent[0]]
     return answer
 
 
@@ -44,6 +45,10 @@ def _first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> t
     if behind < 0 or (behind and not window):
         return "an attention mask for more or fewer tokens than the cache holds"
     blocks = [slice(row, row + ROWS) for row in range(0, queries, ROWS)]
+    if not mask.is_floating_point() and mask.dtype is not torch.bool:
+        return f"an attention mask of {mask.dtype}"
+    if any(_seen(mask[:, 0, rows]) is None for rows in blocks):
+        return "an attention mask that weakens scores"
     padded = torch.stack([_padding(mask[:, 0, rows], covered - queries + rows.start, window) for rows in blocks]).amax(dim=0)
     if not all(_as_told(mask[:, 0, rows], covered - queries + rows.start, window, padded) for rows in blocks):
         return "an attention mask that is more than causality and padding"
@@ -52,8 +57,13 @@ def _first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> t
     return torch.where(padded > 0, padded + behind, 0).to(torch.int64).contiguous()
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor:
-    return mask if mask.dtype is torch.bool else mask == 0
+def _seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """What a mask lets be seen; None where it weakens a score without hiding it."""
+    if mask.dtype is torch.bool:
+        return mask
+    seen = mask == 0
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return seen if bool((seen | hidden).all()) else None
 
 
 def _least(own: torch.Tensor, window: int) -> torch.Tensor:
@@ -64,17 +74,18 @@ def _least(own: torch.Tensor, window: int) -> torch.Tensor:
 def _padding(mask_BSN: torch.Tensor, first_own: int, window: int) -> torch.Tensor:
     """(B): the tokens that rows of a mask leave out at a sequence's beginning, as far as these rows tell. Query 0's own token is
     `first_own`."""
-    seen = _seen(mask_BSN)
+    seen = cast(torch.Tensor, _seen(mask_BSN))
     own = torch.arange(first_own, first_own + seen.shape[1])
     first = seen.byte().argmax(dim=2).masked_fill(~seen.any(dim=2), seen.shape[2])
     return torch.where((first > _least(own, window)) & (first <= own), first, 0).amax(dim=1)
 
 
 def _as_told(mask_BSN: torch.Tensor, first_own: int, window: int, padded: torch.Tensor) -> bool:
-    """Whether rows of a mask are causality, the window, and so many tokens of padding; what padding sees is nobody's concern."""
-    seen = _seen(mask_BSN)
+    """Whether rows of a mask are causality, the window, and so many tokens of padding, whose own rows see nothing, or all."""
+    seen = cast(torch.Tensor, _seen(mask_BSN))
     own = torch.arange(first_own, first_own + seen.shape[1]).view(1, -1, 1)
     keys = torch.arange(seen.shape[2])
     start = torch.maximum(padded.view(-1, 1, 1), _least(own, window))
     told = ((keys >= start) & (keys <= own)) == seen
-    return bool((told | (own < padded.view(-1, 1, 1))).all())
+    blank = (seen.all(dim=2) | ~seen.any(dim=2)) & (own[..., 0] < padded.view(-1, 1))
+    return bool((told | blank.unsqueeze(2)).all())

@@ -19,11 +19,18 @@ class CannotFuse(Exception):
 
 @dataclass(eq=False)
 class Watched:
-    """What a fused layer was made of: children and parameters by identity, and whether hooks have come. It keeps them alive."""
+    """What a fused layer was made of.
+
+    children   of modules, parameters and attributes that matter: where each is held, by what name, and which it was
+    tensors    those whose memory the kernels read, and where that was; `kept` keeps it there
+    versions   those of which a copy was made, and their count of changes then
+    hooks      of all children
+    """
 
     children: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
-    hooks: list[Mapping[int, Any]] = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    hooks: list[Mapping[int, Any]] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
 
     def add(self, parent: nn.Module) -> None:
@@ -38,9 +45,26 @@ class Watched:
             self.children.append((vars(child), "forward", None))
             self.hooks += [child._forward_hooks, child._forward_pre_hooks]
 
+    def tensor(self, held: Mapping[str, Any], name: str) -> torch.Tensor:
+        """Watch a tensor that the kernels are to read; answers another view of its memory, which stays as long as this."""
+        found: torch.Tensor = held[name]
+        self.children.append((held, name, found))
+        view = found.detach()
+        if not found.is_meta:
+            self.tensors.append((found, found.data_ptr()))
+            self.kept.append(view)
+        return view
+
+    def asks_gradient(self) -> bool:
+        return any(tensor.requires_grad for tensor, _ in self.tensors)
+
     def stands(self) -> bool:
+        """Whether all is as it was, and nothing is hooked."""
         for held, name, child in self.children:
             if held.get(name) is not child:
+                return False
+        for tensor, at in self.tensors:
+            if tensor.data_ptr() != at:
                 return False
         for tensor, version in self.versions:
             if tensor._version != version:
@@ -72,11 +96,11 @@ def norm_of(norm: Any, watched: Watched) -> tuple[int, float]:
         raise CannotFuse(f"the kernels have no {name}")
     on_cpu(norm.weight, name)
     if "Gemma" not in name:
-        return floats(norm.weight, norm._parameters, "weight", watched), float(eps)
-    watched.children.append((norm._parameters, "weight", norm.weight))
-    if norm.weight.is_meta:
+        return floats(norm._parameters, "weight", watched), float(eps)
+    view = watched.tensor(norm._parameters, "weight")
+    if view.is_meta:
         return 0, float(eps)
-    weight = norm.weight.detach().float() + 1.0  # which is what Gemma multiplies by
+    weight = view.float() + 1.0  # which is what Gemma multiplies by
     watched.versions.append((norm.weight, norm.weight._version))
     watched.kept.append(weight)
     return weight.data_ptr(), float(eps)
@@ -90,7 +114,7 @@ def bundle(watched: Watched, *linears: Any) -> list[tuple[int, ...]]:
         if not isinstance(linear, nn.Linear):
             raise CannotFuse(f"{type(linear).__name__} is no linear layer that the kernels know")
         parts = parts_of(linear, watched)
-        bias = _bias(linear, watched)
+        bias = floats(linear._parameters, "bias", watched) if linear.bias is not None else 0
         for first, part in parts:
             made.append((*part.call, at + first, bias + 4 * first if bias else 0))
             watched.kept.append(part)
@@ -100,37 +124,37 @@ def bundle(watched: Watched, *linears: Any) -> list[tuple[int, ...]]:
 
 def parts_of(linear: Any, watched: Watched) -> list[tuple[int, cpu.Blocks]]:
     """A linear's weight as it is held: (first row, blocks) from top to bottom; none on meta."""
-    watched.children += [(linear._parameters, name, parameter) for name, parameter in linear._parameters.items()]
     stored = linear.__dict__.get("parts")
     if stored:
         watched.children.append((vars(linear), "parts", stored))
         return list(stored)
     if type(linear).forward is not nn.Linear.forward and not isinstance(linear, KTransformersLinear):
         raise CannotFuse(f"{type(linear).__name__} computes in its own way")
-    weight = linear._parameters.get("weight")
-    if weight is None:
+    if linear._parameters.get("weight") is None:
         raise CannotFuse(f"{type(linear).__name__} has no weight of its own")
-    on_cpu(weight, type(linear).__name__)
-    if weight.is_meta:
+    return matrix(linear, "weight", watched)
+
+
+def matrix(module: Any, name: str, watched: Watched) -> list[tuple[int, cpu.Blocks]]:
+    """A module's parameter, flattened to a matrix, as one part; none on meta."""
+    view = watched.tensor(module._parameters, name)
+    on_cpu(view, type(module).__name__)
+    if view.is_meta:
         return []
-    blocks = cpu.tensor_blocks(weight) if weight.is_contiguous() else None
+    blocks = cpu.tensor_blocks(view.flatten(0, -2)) if view.is_contiguous() else None
     if blocks is None:
-        raise CannotFuse(f"the kernels can't take a weight of {weight.dtype}")
+        raise CannotFuse(f"the kernels can't take a weight of {view.dtype}")
     return [(0, blocks)]
 
 
-def _bias(linear: Any, watched: Watched) -> int:
-    return floats(linear.bias, linear._parameters, "bias", watched) if linear.bias is not None else 0
-
-
-def floats(tensor: torch.Tensor, held: Mapping[str, Any], name: str, watched: Watched) -> int:
+def floats(held: Mapping[str, Any], name: str, watched: Watched) -> int:
     """The address of a module's tensor as float32, which is a copy where it is something else; 0 on meta."""
-    watched.children.append((held, name, held[name]))
-    if tensor.is_meta:
+    view = watched.tensor(held, name)
+    if view.is_meta:
         return 0
-    wide = tensor.detach().float().contiguous()
-    if wide.data_ptr() != tensor.data_ptr():
-        watched.versions.append((tensor, tensor._version))
+    wide = view.float().contiguous()
+    if wide.data_ptr() != view.data_ptr():
+        watched.versions.append((held[name], held[name]._version))
     watched.kept.append(wide)
     return int(wide.data_ptr())
 
