@@ -140,7 +140,8 @@ class OperatorSpec:
     working          what an attention holds for a context, of the model's config, its own, the bytes of a number, the tokens of the
                      context and of a piece of the prompt, and the kind of device
     refuses          why it can't take this module under this config, or None
-    refuses_below    why it can't take this module over what a plan makes of those below it (their rows), or None
+    refuses_below    why it can't take this module of a model of this config over what a plan makes of those below it (their rows),
+                     or None
     says             what a plan has to say of this config: values that have no effect in this version ("" for nothing)
     """
 
@@ -160,7 +161,7 @@ class OperatorSpec:
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
     working: Callable[[Mapping[str, Any], OperatorConfig, int, int, int, str], Working] | None = None
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
-    refuses_below: Callable[[Module, Step, Sequence[Step]], str | None] | None = None
+    refuses_below: Callable[[Module, Step, Sequence[Step], Mapping[str, Any]], str | None] | None = None
     says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))
 
     def fits(self, module: Module) -> bool:

@@ -189,7 +189,8 @@ class _StepCheck:
         yield from _op_problems(spec, config, step)
 
     def _refuses_below(self, spec: OperatorSpec, step: Step, module: Module) -> str | None:
-        return spec.refuses_below(module, step, self.plan.steps[module.index + 1 : module.end]) if spec.refuses_below else None
+        below = self.plan.steps[module.index + 1 : module.end]
+        return spec.refuses_below(module, step, below, self.plan.model.config) if spec.refuses_below else None
 
     def bytes(self, step: Step, module: Module) -> Iterator[str]:
         """Whether the bytes are the footprint. Tensors that keep their own dtype may have been counted in another model's: a model

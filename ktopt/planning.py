@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktopt import __version__
+from ktopt.below import check_below
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph, main_dtype, model_dtype
 from ktopt.kept import Kept, kept, kept_types, tied
@@ -58,7 +59,7 @@ def make_plan(
     """
     planner = _Planner(ruleset, graph, matches, options, report, stored)
     steps = planner.steps()
-    planner.check_below(steps)
+    check_below(ruleset, graph, matches, steps, report)
     planner.check_memory(steps)
     return Plan(
         model=ModelRef(graph.name, graph.model_type, graph.architectures, graph.digest, graph.config),
@@ -320,25 +321,6 @@ class _Planner:
             rule.replace.kwarg_origins.get("generate_op", rule.replace.origin),
             help=f"name {chosen.name} for {kind}, or place the modules on {kinds}",
         )
-
-    def check_below(self, steps: tuple[Step, ...]) -> None:
-        """KT407: operators that can't stand over what the plan makes of the modules below theirs."""
-        refused: dict[tuple[int, str], list[str]] = {}
-        asking = {index: rule.replace.operator.refuses_below for index, rule in enumerate(self.ruleset.rules)}
-        for module, step, decision in zip(self.graph.modules, steps, self.matches.decisions, strict=True):
-            if decision.rule is None or (refuses := asking[decision.rule]) is None:
-                continue
-            if reason := refuses(module, step, steps[module.index + 1 : module.end]):
-                refused.setdefault((decision.rule, reason.replace(step.path, "")), []).append(f"{step.path}: {reason}")
-        for (index, _), reasons in refused.items():
-            rule = self.ruleset.rules[index]
-            more = f", and {len(reasons) - 1} more alike" if len(reasons) > 1 else ""
-            self.report.error(
-                "KT407",
-                f"rule {rule.number}: {rule.replace.operator.name} can't take {reasons[0]}{more}",
-                rule.replace.origin,
-                help="narrow the match, or change what the rules make of the modules below",
-            )
 
     def check_memory(self, steps: tuple[Step, ...]) -> None:
         """KT504: weights that don't fit a device of the machine planned for, with the five largest items."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
@@ -22,6 +22,8 @@ LAYERS = frozenset(
     )
 )  # fmt: skip
 """The layers whose forward the kernels compute."""
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu")
+"""transformers' names of those that the kernels have."""
 RUN_BELOW = frozenset({"KTransformersLinear", "KTransformersExperts", "KTransformersExpertsV2", "KDeepseekV2Attention"})
 """Operators with an implementation whose weights the kernels can run on."""
 OPS_BELOW = frozenset({"KLinearCPUInfer", "KLinearTorch", "KExpertsCPU", "KExpertsTorch"})
@@ -46,8 +48,34 @@ def unknown_layer(module: Module, config: OperatorConfig) -> str | None:
     return f"{module.path} is a {module.cls.simple_name}; KDecoderLayer computes {known}"
 
 
-def unfit_below(module: Module, step: Step, below: Sequence[Step]) -> str | None:
+def unusual(config: Mapping[str, Any]) -> str | None:
+    """What a model's config asks of its layers that the kernels don't compute."""
+    config = config.get("text_config") or config
+    activation = config.get("hidden_act", config.get("hidden_activation", "silu"))
+    if activation not in ACTIVATIONS:
+        return f"the kernels have no activation {activation}; they have {', '.join(ACTIVATIONS)}"
+    if config.get("attn_logit_softcapping") is not None:
+        return "its attention caps its logits"
+    if config.get("use_bidirectional_attention"):
+        return "its attention sees later tokens"
+    if latent := config.get("kv_lora_rank"):
+        return f"the kernels take a latent of a multiple of 16 numbers, not {latent}" if latent % 16 else None
+    rope = config.get("rope_parameters") or {}
+    if any(
+        (each or {}).get("partial_rotary_factor", 1.0) not in (None, 1.0)
+        for each in (rope, *rope.values())
+        if isinstance(each, dict)
+    ):
+        return "its attention rotates a part of each head"
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    dim = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 16)
+    return f"the kernels take heads of a multiple of 16 numbers, not {dim}" if dim % 16 or dim > 1024 else None
+
+
+def unfit_below(module: Module, step: Step, below: Sequence[Step], config: Mapping[str, Any]) -> str | None:
     """Why a layer can't be one operator over what the plan makes of the modules below it."""
+    if reason := unusual(config):
+        return reason
     if device_kind(step.generate_device) != "cpu":
         return f"it runs on the CPU, and the layer is on {step.generate_device}"
     for child in below:

@@ -396,6 +396,21 @@ def test_a_plan_refuses_a_child_elsewhere():
     assert any("KT407" in error and "model.layers.1.mlp.down_proj is on cuda:0" in error for error in plan.errors)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "no activation gelu"),
+        ({"head_dim": 12}, "multiple of 16 numbers, not 12"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotates a part"),
+    ],
+)
+def test_a_plan_refuses_a_config_that_the_kernels_do_not_compute(changes, reason, tmp_path):
+    config = CONFIG_MAPPING["llama"](**{**SHAPE, **changes}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    plan = ktopt.compile(SourceFile("rules.yaml", RULES), tmp_path)
+    assert any("KT407" in error and reason in error for error in plan.errors)
+
+
 class TestGrowingLayers:
     """The cache's layers answer as transformers' own do."""
 
