@@ -39,6 +39,12 @@ class LayerConfig(PlacedConfig):
         help="what keys and values are kept in, float16 by default, or latents, bfloat16 by default; a number beyond float16's "
         "65504 is an error",
     )
+    chunk_size: int = option(
+        1024,
+        help="tokens of a prompt that pass the model at a time where ktopt runs it: what they need for a while stays small",
+        aliases=("chunck_size",),
+        minimum=1,
+    )
 
 
 def unknown_layer(module: Module, config: OperatorConfig) -> str | None:

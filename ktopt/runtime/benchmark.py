@@ -103,7 +103,7 @@ class _Bench:
         ids_1T = self.ids(n)
 
         def prefill(cache: Any) -> None:
-            self.decoder.step(ids_1T, cache)
+            self.decoder.read(ids_1T, cache)
 
         self.decoder.step(ids_1T[:, :WARM_UP_PROMPT], self.decoder.new_cache())
         return self._row("prefill", n, 0, self.decoder.new_cache, prefill)

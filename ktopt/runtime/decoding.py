@@ -25,6 +25,7 @@ class Decoder:
         names = inspect.signature(type(model).forward).parameters
         self.model = model
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self.piece = prompt_piece_of(model)
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in names else {})
 
@@ -42,16 +43,18 @@ class Decoder:
         likeliest: torch.Tensor = logits_1TV[:, -1:].argmax(-1)
         return likeliest.to(self.device)
 
+    def read(self, ids_1T: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Read a prompt (1, T) in pieces, as the plan has them; the likeliest next token, (1, 1)."""
+        *before, last = ids_1T.split(self.piece, dim=1) if self.piece else (ids_1T,)
+        for part in before:
+            self.step(part, cache)
+        return self.step(last, cache)
+
     def tokens(self, ids_1T: torch.Tensor, most: int) -> Iterator[int]:
         """The likeliest continuation of a prompt (1, T), token by token, at most so many; it knows no end."""
-        cache, next_11 = self.new_cache(), ids_1T.to(self.device)
-        piece = prompt_piece_of(self.model)
-        if piece is not None and most > 0:
-            *before, next_11 = next_11.split(piece, dim=1)
-            for part in before:
-                self.step(part, cache)
+        cache, next_11 = self.new_cache(), None
         for _ in range(most):
-            next_11 = self.step(next_11, cache)
+            next_11 = self.read(ids_1T.to(self.device), cache) if next_11 is None else self.step(next_11, cache)
             yield int(next_11)
 
 
@@ -69,23 +72,30 @@ class Prefix:
     def __init__(self, decoder: Decoder, ids_1T: torch.Tensor) -> None:
         self.tokens, self._decoder, self._cache = ids_1T.shape[1], decoder, decoder.new_cache()
         if self.tokens:
-            decoder.step(ids_1T, self._cache)
+            decoder.read(ids_1T, self._cache)
+        for layer in getattr(self._cache, "layers", []):
+            if hasattr(layer, "activate_past_recording"):  # a sliding window then keeps what is to be taken back
+                layer.activate_past_recording()
 
     def cache(self) -> Any:
-        """The cache with those tokens and no others. It may be the one handed out before, shortened; where a layer forgets tokens
-        (a sliding window, a recurrent state), it is a copy."""
+        """The cache with those tokens and no others. It may be the one handed out before, shortened; where a layer can't
+        give tokens back (a recurrent state), it is a copy."""
         if not self.tokens:
             return self._decoder.new_cache()
-        if not _forgets_nothing(self._cache):
+        if not _takes_back(self._cache):
             return copy.deepcopy(self._cache)
         if more := int(self._cache.get_seq_length()) - self.tokens:
             self._cache.crop(-more)
         return self._cache
 
 
-def _forgets_nothing(cache: Any) -> bool:
+def _takes_back(cache: Any) -> bool:
+    """Whether a cache's last tokens can be taken back."""
     layers = getattr(cache, "layers", [])
-    return all(getattr(layer, "is_croppable", True) and not getattr(layer, "is_sliding", False) for layer in layers)
+    sliding = (layer for layer in layers if getattr(layer, "is_sliding", False))
+    return all(getattr(layer, "is_croppable", True) for layer in layers) and all(
+        getattr(layer, "record_past", False) for layer in sliding
+    )
 
 
 def cache_bytes(cache: Any) -> int:
