@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "gemm.h"
+#include "layer.h"
 #include "mla.h"
 
 using namespace ktopt;
@@ -231,6 +232,114 @@ bool check_threads() {
     return fine[0] && fine[1] && fine[2];
 }
 
+// Memory of a layer under test, which lives as long as it.
+struct Held {
+    std::vector<std::unique_ptr<uint8_t[]>> bytes;
+    std::vector<std::vector<float>> floats;
+
+    Matrix matrix(int kind, int64_t rows, int64_t columns) {
+        const Layout layout = layout_of(kind);
+        bytes.push_back(random_bytes(size_t(rows * (columns / layout.elements) * layout.bytes)));
+        return {kind, bytes.back().get(), rows, columns};
+    }
+
+    Norm norm(int64_t count) {
+        floats.emplace_back(size_t(count), 0.5f);
+        return {floats.back().data(), 1e-6f};
+    }
+
+    Bundle bundle(std::initializer_list<Matrix> matrices, bool biased = false) {
+        Bundle made;
+        for (const Matrix& m : matrices) made.add({m, made.width(), biased ? norm(m.rows).weight : nullptr});
+        return made;
+    }
+};
+
+constexpr int64_t HIDDEN = 256, INNER = 96, HEADS = 4, KV_HEADS = 2, DIM = 32, NOPE = 32, ROPE = 16, LATENT = 64, VALUE = 32, RANK = 64;
+
+void make_mlp(Held& held, Layer& layer, bool routed, Experts& experts) {
+    if (!routed) {
+        layer.mlp.intermediate = INNER;
+        layer.mlp.gate_up = held.bundle({held.matrix(Q4_K, INNER, HIDDEN), held.matrix(Q8_0, INNER, HIDDEN)});
+        layer.mlp.down = held.bundle({held.matrix(Q4_1, HIDDEN, INNER)}, true);
+        return;
+    }
+    for (int e = 0; e < 6; e++)
+        experts.routed.push_back({held.matrix(Q4_K, INNER, HIDDEN), held.matrix(Q4_K, INNER, HIDDEN), held.matrix(Q8_0, HIDDEN, INNER)});
+    experts.has_shared = true;
+    experts.shared = {held.matrix(Q6_K, INNER, HIDDEN), held.matrix(Q8_0, INNER, HIDDEN), held.matrix(Q5_0, HIDDEN, INNER)};
+    layer.routed.experts = &experts;
+    layer.routed.gated = true;
+    layer.routed.routing = {6, 2, true, true, 1.5f, held.norm(6).weight, 3, 2, true};
+    layer.routed.products = held.bundle({held.matrix(F32, 6, HIDDEN), held.matrix(Q8_0, 1, HIDDEN)});
+}
+
+Layer make_layer(Held& held, bool latent, bool routed, Experts& experts) {
+    Layer layer;
+    layer.hidden = HIDDEN;
+    layer.before_attention = held.norm(HIDDEN);
+    layer.before_mlp = held.norm(HIDDEN);
+    layer.after_mlp = held.norm(HIDDEN);
+    if (latent) {
+        LatentAttention& a = layer.latent;
+        a.shape = {HEADS, NOPE, ROPE, LATENT, VALUE};
+        a.q_rank = RANK;
+        a.pairing = NEIGHBOURS_APART;
+        a.scale = 0.1f;
+        a.q_norm = held.norm(RANK);
+        a.latent_norm = held.norm(LATENT);
+        a.first = held.bundle({held.matrix(Q8_0, RANK, HIDDEN), held.matrix(Q4_K, LATENT + ROPE, HIDDEN)});
+        a.second = held.bundle({held.matrix(Q4_0, HEADS * (NOPE + ROPE), RANK)});
+        a.output = held.bundle({held.matrix(Q8_0, HIDDEN, HEADS * VALUE)});
+        const Matrix keys = held.matrix(Q8_0, HEADS * LATENT, NOPE), values = held.matrix(Q8_0, HEADS * VALUE, LATENT);
+        a.keys = {Q8_0, keys.data, LATENT, NOPE, LATENT * (NOPE / 32) * 34};
+        a.values = {Q8_0, values.data, VALUE, LATENT, VALUE * (LATENT / 32) * 34};
+    } else {
+        Attention& a = layer.attention;
+        a.heads = HEADS, a.kv_heads = KV_HEADS, a.head_dim = DIM, a.rotary_dim = DIM, a.window = 7;
+        a.scale = 0.1f;
+        a.q_norm = held.norm(DIM);
+        a.qkv = held.bundle({held.matrix(Q4_K, HEADS * DIM, HIDDEN), held.matrix(Q8_0, KV_HEADS * DIM, HIDDEN),
+                             held.matrix(F16, KV_HEADS * DIM, HIDDEN)}, true);
+        a.output = held.bundle({held.matrix(Q5_1, HIDDEN, HEADS * DIM)});
+    }
+    make_mlp(held, layer, routed, experts);
+    return layer;
+}
+
+// A prompt and a token after it, of two sequences, through one layer: memory is what counts.
+bool check_layer(bool latent, bool routed, int kind, int threads) {
+    constexpr int64_t BATCH = 2, PAGE = 4, PAGES = 8;
+    Held held;
+    held.floats.reserve(64);
+    Experts experts{SILU, {}, false, {}};
+    const Layer layer = make_layer(held, latent, routed, experts);
+    const int64_t item = layout_of(kind).bytes, capacity = 14, rotary = latent ? ROPE : DIM;
+    std::vector<uint8_t> keys(size_t(BATCH * KV_HEADS * capacity * DIM * item)), values(keys);
+    std::vector<uint8_t> pages(size_t(PAGES * PAGE * (LATENT + ROPE) * item));
+    const std::vector<int32_t> table = {3, 0, 5, 7, 1, 2, 4, 6};
+    const std::vector<int64_t> starts = {0, 2};
+    int64_t past = 0;
+    for (const int64_t tokens : {9, 1, 3}) {
+        std::vector<float> x(size_t(BATCH * tokens * HIDDEN), 0.25f), cos(size_t(tokens * rotary), 0.5f), sin(cos);
+        const KeyValueCache cache{kind, keys.data(), values.data(), capacity, past};
+        const PagedLatents latents{{kind, pages.data(), PAGES, PAGE}, table.data(), 4, past};
+        const Outcome outcome = run(layer, {x.data(), BATCH, tokens, cos.data(), sin.data(), true, latent ? nullptr : &cache,
+                                            latent ? &latents : nullptr, starts.data(), threads});
+        if (outcome == Outcome::no_memory) return false;
+        past += tokens;
+    }
+    return true;
+}
+
+bool check_layers() {
+    for (const bool latent : {false, true})
+        for (const bool routed : {false, true})
+            for (const int kind : {F32, F16, BF16})
+                if (!check_layer(latent, routed, kind, 3)) return false;
+    return true;
+}
+
 }  // namespace
 
 int main() {
@@ -239,7 +348,7 @@ int main() {
             std::printf("%s: not on this CPU\n", isa);
             continue;
         }
-        if (!check_all() || !check_attentions() || !check_all_latents() || !check_all_experts() || !check_threads()) return 1;
+        if (!check_all() || !check_attentions() || !check_all_latents() || !check_all_experts() || !check_layers() || !check_threads()) return 1;
         std::printf("%s: fine\n", isa);
     }
     return 0;
