@@ -289,6 +289,41 @@ class TestFallingBack:
         ours(TEXT)
         assert "weights aren't there" in self.reasons(caplog)
 
+    @pytest.mark.parametrize("width", [1, 32, 128])
+    def test_for_inputs_of_another_width(self, width, caplog):
+        ours = fused(random_model("llama"))
+        x = torch.randn(1, 4, width)
+        if width == 1:
+            assert ours(inputs_embeds=x).logits.shape == (1, 4, 96)  # transformers spreads it out
+        else:
+            with pytest.raises(RuntimeError):
+                ours(inputs_embeds=x)
+        assert f"shape [1, 4, {width}]" in self.reasons(caplog)
+
+    def test_for_positions_of_other_tokens(self):
+        ours = fused(random_model("llama"))
+        with pytest.raises(RuntimeError):
+            ours(TEXT, position_ids=torch.arange(3)[None])
+
+    def test_for_a_cache_of_another_model(self):
+        small, large = random_model("qwen3"), random_model("qwen3", head_dim=48)
+        cache = DynamicCache()
+        fused(large)(TEXT, cache=cache)
+        with pytest.raises(RuntimeError):
+            fused(small)(TEXT, cache=cache)
+
+    def test_for_classes_with_a_forward_of_their_own(self, caplog):
+        model = random_model("llama")
+        ours = fused(model)
+        norm = type(model.model.norm)
+        tripled = type("TripledRMSNorm", (norm,), {"forward": lambda self, x: norm.forward(self, x) * 3, "__module__": "mine"})
+        for each in (model, ours):
+            made = tripled(64)
+            made.weight.data.copy_(model.model.layers[0].input_layernorm.weight)
+            each.model.layers[0].input_layernorm = made.requires_grad_(False)
+        assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+        assert "forward of its own" in self.reasons(caplog)
+
     def test_for_children_that_were_replaced(self):
         model = random_model("llama")
         ours = fused(model)
@@ -365,6 +400,61 @@ def test_weights_given_other_memory_are_seen():
         each.model.norm.weight.data = each.model.norm.weight.data + 1
         each.model.layers[0].input_layernorm.weight.data = each.model.layers[0].input_layernorm.weight.data + 1
     assert difference(ours(TEXT).logits, model(TEXT).logits) < 5e-5
+
+
+def test_numbers_that_change_are_seen():
+    model = random_model("qwen3_moe")
+    ours = fused(model)
+    ours(TEXT)
+    for each in (model, ours):
+        each.model.layers[0].self_attn.scaling *= 0.5
+        each.model.layers[0].mlp.gate.top_k = 1
+        each.model.layers[2].input_layernorm.variance_epsilon = 0.5
+        each.model.layers[2].mlp.experts.act_fn = torch.nn.ReLU()
+    assert difference(ours(TEXT).logits, model(TEXT).logits) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"sliding_window": 5}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("deepseek_v2", {"n_shared_experts": 0}),
+    ],
+)
+def test_configs_that_say_what_a_class_does_not_do(family, changes):
+    model = random_model(family, **changes)
+    assert difference(fused(model)(TEXT).logits, model(TEXT).logits) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_one_mask_serves_all_sequences(family):
+    model = random_model(family)
+    ids = torch.cat([TEXT, TEXT.flip(1)])[:, :6]
+    mask = torch.tril(torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    mask[..., :2] = False
+    made, expected = (each(ids, attention_mask=mask).logits[:, 2:] for each in (fused(model), model))
+    assert difference(made, expected) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(family):
+    model = random_model(family)
+    ours, cache = fused(model), DynamicCache(config=model.config)
+    with torch.inference_mode():
+        ours(TEXT[:, :9], cache=cache)
+    with torch.no_grad():
+        made = model(TEXT[:, 9:], cache=cache).logits
+        assert difference(made, model(TEXT).logits[:, 9:]) < 2e-5
+
+
+def test_numbers_that_are_none_pass_through_a_float16_cache():
+    ours = fused(random_model("llama"), RULES.replace("float32}", "float16}"))
+    x = torch.randn(2, 3, 64)
+    x[0, 1, 5] = torch.nan
+    made = ours(inputs_embeds=x).logits
+    assert made[0, 1:].isnan().all()
+    assert made[1].isfinite().all()
 
 
 def test_copies_and_pickles_run():
@@ -458,6 +548,16 @@ class TestGrowingLayers:
         with pytest.raises(RuntimeError, match="window of 4"):
             ours.crop(-500)
 
+    def test_keys_and_values_can_be_set_one_after_the_other(self):
+        ours = GrowingLayer()
+        keys, values = self.states(9)
+        ours.update(keys, values)
+        ours.keys = ours.keys[:, :, -4:]
+        ours.values = ours.values[:, :, -4:]
+        assert torch.equal(ours.values, values[:, :, -4:])
+        made = ours.update(*self.states(1, 1))[1]
+        assert torch.equal(made[:, :, :4], values[:, :, -4:])
+
     def test_a_cache_in_use_is_taken_over(self):
         cache = DynamicCache()
         keys, values = self.states(5)
@@ -476,7 +576,7 @@ def test_masks_that_cover_other_tokens_are_told(window, past, reason):
     mask = own.view(-1, 1) >= own
     if window:
         mask &= own > own.view(-1, 1) - window
-    told = first_tokens(mask.view(1, 1, queries, queries), queries, past, window)
+    told = first_tokens(mask.view(1, 1, queries, queries), 1, queries, past, window)
     assert reason in told if reason else told == 0
 
 
@@ -485,10 +585,10 @@ def test_a_mask_that_was_changed_is_looked_at_again(inference):
     """Tensors made in inference mode don't count their changes."""
     with torch.inference_mode(inference):
         mask = torch.ones(4, 4, dtype=torch.bool).tril().view(1, 1, 4, 4)
-        assert first_tokens(mask, 4, 0, 0) == 0
+        assert first_tokens(mask, 1, 4, 0, 0) == 0
         mask[..., :2] = False
-        assert first_tokens(mask, 4, 0, 0).tolist() == [2]
-        assert first_tokens(mask, 4, 0, 0).tolist() == [2]
+        assert first_tokens(mask, 1, 4, 0, 0).tolist() == [2]
+        assert first_tokens(mask, 1, 4, 0, 0).tolist() == [2]
 
 
 def test_nothing_is_logged_twice(caplog):

@@ -288,4 +288,7 @@ def test_doctor_names_the_instruction_set_or_what_is_lost(
     assert f"cpu kernels   {cpu.isas()[0]}" in capsys.readouterr().out
     monkeypatch.setattr(cpu, "available", lambda: (False, "the CPU kernels were not built"))
     main(["doctor"])
-    assert "the CPU kernels were not built; until then KLinearCPUInfer and KExpertsCPU compute by torch" in capsys.readouterr().out
+    assert (
+        "the CPU kernels were not built; until then KLinearCPUInfer, KExpertsCPU and KEmbeddingCPU compute by torch"
+        in capsys.readouterr().out
+    )

@@ -10,7 +10,7 @@ namespace ktopt {
 namespace {
 
 constexpr int64_t STRETCH_BYTES = 64 << 10;  // of keys that a part reads at least
-constexpr int PARTS_A_THREAD = 4;
+constexpr int PARTS_A_THREAD = 8;  // enough that threads finish together
 
 thread_local Scratch partial_scratch;
 

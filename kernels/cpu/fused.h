@@ -96,6 +96,13 @@ void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
     }
 }
 
+// Whether float16 can hold numbers; inf and NaN it can.
+inline bool within_float16(const float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (std::isfinite(x[i]) && std::fabs(x[i]) > 65504.0f) return false;
+    return true;
+}
+
 // Rounds to float16 or bfloat16, or copies. Answers false where float16 can't hold a number.
 bool narrow(int kind, const float* x, int64_t n, void* out) {
     auto* halves = static_cast<uint16_t*>(out);
@@ -112,11 +119,11 @@ bool narrow(int kind, const float* x, int64_t n, void* out) {
     int64_t i = 0;
     for (; i + W <= n; i += W) {
         const Vector v = Vector::load(x + i);
-        fits &= v.max(Vector::zero() - v).largest() <= MOST;
+        if (!(v.max(Vector::zero() - v).largest() <= MOST)) fits &= within_float16(x + i, W);
         v.store_float16(halves + i);
     }
     for (; i < n; i++) {
-        fits &= std::fabs(x[i]) <= MOST;
+        fits &= within_float16(x + i, 1);
         halves[i] = float_to_half(x[i]);
     }
     return fits;
@@ -150,8 +157,7 @@ inline void four_dots(const uint8_t* keys, int64_t row_bytes, const float* q, in
             for (int t = 0; t < 4; t++) total[h][t] = each.times_plus(k[t], total[h][t]);
         }
     }
-    for (int h = 0; h < H; h++)
-        for (int t = 0; t < 4; t++) out[h * BLOCK + t] = total[h][t].sum();
+    for (int h = 0; h < H; h++) Vector::sums(total[h], out + h * BLOCK);
 }
 
 template <int kind, int H>

@@ -65,15 +65,20 @@ inline void wide_row(const uint8_t* row, int64_t columns, const Activations* x, 
     for (int t = 0; t < tokens; t++) out[t * out_stride] = _mm512_reduce_add_ps(total[t]);
 }
 
+// Bytes ahead of which weights are asked for: the CPU's own prefetching stops at each page of 4 KiB.
+constexpr size_t AHEAD = 4096;
+
 template <int kind>
 void wide_rows(const uint8_t* weight, size_t row_bytes, int64_t rows, int64_t columns, const void* x, size_t x_stride,
                int64_t tokens, float* out, size_t out_stride) {
     const auto* activations = static_cast<const Activations*>(x);
-    for (int64_t r = 0; r < rows; r++, weight += row_bytes)
+    for (int64_t r = 0; r < rows; r++, weight += row_bytes) {
+        for (size_t line = 0; line < row_bytes; line += 64) _mm_prefetch(weight + AHEAD + line, _MM_HINT_T0);
         in_groups(tokens, [&](auto count, int64_t t) {
             wide_row<kind, decltype(count)::value>(weight, columns, activations + t * x_stride, x_stride, out + t * out_stride + r,
                                                    out_stride);
         });
+    }
 }
 
 // 16 numbers to their place, rounded to nearest even where they become bfloat16. They are no NaN: scales are finite.

@@ -10,6 +10,7 @@ constexpr int64_t TOGETHER = 512;  // tokens that go through a layer's products 
 }  // namespace
 
 Outcome run(const Layer& layer, const Run& run) {
+    rouse(run.threads);
     const bool one_each = run.tokens == 1;
     const int64_t sequences = one_each ? 1 : run.batch, tokens = one_each ? run.batch : run.tokens;
     for (int64_t s = 0; s < sequences; s++)

@@ -19,7 +19,7 @@ namespace ktopt {
 namespace {
 
 constexpr auto WATCH = std::chrono::microseconds(50);
-constexpr int MOST_SKIPPED = 255;
+constexpr int MOST_SKIPPED = 255, MOST_ROUSES_SKIPPED = 31;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -67,6 +67,20 @@ public:
         owner_.unlock();
     }
 
+    // Wakes sleepers for jobs that come one after another. After calls that brought no help, some are left out.
+    void rouse(int threads) {
+        if (threads <= 1 || !owner_.try_lock()) return;
+        while (workers_ < threads - 1 && start_worker()) {}
+        if (asleep_.load() != 0 && rouse_skip_-- <= 0) {
+            rouse_backoff_ = roused_in_vain_ ? std::min(2 * rouse_backoff_ + 1, MOST_ROUSES_SKIPPED) : 0;
+            rouse_skip_ = rouse_backoff_;
+            roused_in_vain_ = true;
+            std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_all();
+        }
+        owner_.unlock();
+    }
+
 private:
     bool start_worker() {
         try {
@@ -90,6 +104,7 @@ private:
     void helped(bool called, bool help) {
         if (help) {
             backoff_ = skip_ = 0;
+            roused_in_vain_ = false;
         } else if (called) {
             backoff_ = std::min(2 * backoff_ + 1, MOST_SKIPPED);
             skip_ = backoff_;
@@ -120,7 +135,8 @@ private:
 
     std::mutex owner_, mutex_;
     std::condition_variable wake_;
-    int workers_ = 0, skip_ = 0, backoff_ = 0;
+    int workers_ = 0, skip_ = 0, backoff_ = 0, rouse_skip_ = 0, rouse_backoff_ = 0;
+    bool roused_in_vain_ = false;
     Part function_ = nullptr;
     void* job_ = nullptr;
     int64_t parts_ = 0;
@@ -156,5 +172,7 @@ Pool& pool() {
 void run_parts(Part function, void* job, int64_t parts, int threads, bool long_job) {
     pool().run(function, job, parts, threads, long_job);
 }
+
+void rouse(int threads) { pool().rouse(threads); }
 
 }  // namespace ktopt

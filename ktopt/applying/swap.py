@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ktopt.applying.checks import Prepared, Replacement
-from ktopt.diagnostics import KtoptError
+from ktopt.diagnostics import KtoptError, UsageError
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SHOWN = 4
@@ -56,6 +56,8 @@ class Swap:
         try:
             with torch.device("meta"):
                 built = replacement.implementation.build(original, context)
+        except UsageError:  # no rule's fault
+            raise
         except KtoptError as error:
             raise KtoptError(f"{where}: {error}") from error
         except Exception as error:

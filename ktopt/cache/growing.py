@@ -25,22 +25,29 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         self._stored: list[torch.Tensor] = []  # keys and values (B, H, capacity, D)
-        self._tokens = 0
+        self._counts = [0, 0]  # tokens of each: the same, but while one of both has been set
         super().__init__(**kwargs)
         self.dtype = dtype
 
     # transformers reads, cuts and replaces `keys` and `values`: they are views of what is held, and what is set is taken over
     def _view(self, which: int) -> torch.Tensor | None:
-        return self._stored[which][:, :, : self._tokens] if self._stored else None
+        return self._stored[which][:, :, : self._counts[which]] if self._stored else None
 
     def _adopt(self, which: int, tensor: torch.Tensor | None) -> None:
         if tensor is None:
             self._stored, self._tokens = [], 0
             return
         if not self._stored:
-            self._stored = [tensor, tensor]
-        self._stored[which] = tensor
-        self._tokens = tensor.shape[2]
+            self._stored, self._counts = [tensor, tensor], [tensor.shape[2]] * 2
+        self._stored[which], self._counts[which] = tensor, tensor.shape[2]
+
+    @property
+    def _tokens(self) -> int:
+        return self._counts[0]
+
+    @_tokens.setter
+    def _tokens(self, count: int) -> None:
+        self._counts = [count, count]
 
     keys = property(lambda self: self._view(0), lambda self, tensor: self._adopt(0, tensor))
     values = property(lambda self: self._view(1), lambda self, tensor: self._adopt(1, tensor))
@@ -58,10 +65,11 @@ class GrowingLayer(DynamicLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device = key_states.device
         self.dtype = self.dtype or key_states.dtype
-        self._stored = [
-            torch.empty((*states.shape[:2], 0, states.shape[3]), dtype=self.dtype, device=self.device)
-            for states in (key_states, value_states)
-        ]
+        with torch.inference_mode(False):  # the cache may be used outside of it later
+            self._stored = [
+                torch.empty((*states.shape[:2], 0, states.shape[3]), dtype=self.dtype, device=self.device)
+                for states in (key_states, value_states)
+            ]
         self._tokens = 0
         self.is_initialized = True
 
@@ -72,7 +80,8 @@ class GrowingLayer(DynamicLayer):
             if held.shape[2] >= needed and held.is_contiguous():
                 continue
             capacity = max(needed, held.shape[2] + held.shape[2] // 4) // STEP_TOKENS * STEP_TOKENS + STEP_TOKENS
-            grown = held.new_empty((*held.shape[:2], capacity, held.shape[3]))
+            with torch.inference_mode(False):
+                grown = torch.empty((*held.shape[:2], capacity, held.shape[3]), dtype=held.dtype, device=held.device)
             grown[:, :, : self._tokens] = held[:, :, : self._tokens]
             self._stored[which] = grown
 

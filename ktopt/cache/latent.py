@@ -29,7 +29,8 @@ class PagePool:
         self, width: int, page_tokens: int, dtype: torch.dtype, device: torch.device, most_pages: int | None = None
     ) -> None:
         self.most_pages = most_pages
-        self.pages_GTW = torch.empty(most_pages or 0, page_tokens, width, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the cache may be used outside of it later
+            self.pages_GTW = torch.empty(most_pages or 0, page_tokens, width, dtype=dtype, device=device)
         self._holders = [0] * (most_pages or 0)
         self._free = list(range(most_pages or 0))[::-1]
 
@@ -74,8 +75,10 @@ class PagePool:
             raise KtoptError(
                 f"the latent cache is full: it has {have} pages of {tokens} tokens, all taken, and {count} more are needed"
             )
-        grown = self.pages_GTW.new_empty(max(have + count, have + have // GROWTH), tokens, width)
-        grown[:have] = self.pages_GTW
+        old = self.pages_GTW
+        with torch.inference_mode(False):
+            grown = torch.empty(max(have + count, have + have // GROWTH), tokens, width, dtype=old.dtype, device=old.device)
+        grown[:have] = old
         self.pages_GTW = grown
         self._free = list(range(have, grown.shape[0]))[::-1] + self._free
         self._holders += [0] * (grown.shape[0] - have)
@@ -107,8 +110,17 @@ class LatentLayer(DynamicLayer):
         super().__init__()
 
     # transformers reads and sets these; they are made of the pages
-    keys = property(lambda self: self._part(0), lambda self, tensor: None)
-    values = property(lambda self: self._part(1), lambda self, tensor: None)
+    keys = property(lambda self: self._part(0), lambda self, tensor: self._refuse(tensor))
+    values = property(lambda self: self._part(1), lambda self, tensor: self._refuse(tensor))
+
+    def _refuse(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            raise KtoptError("the tokens of a latent cache can't be set: use update, crop, reorder_cache or batch_select_indices")
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a token's latent and of its key."""
+        return self._latent, (self.pool.pages_GTW.shape[2] - self._latent if self.pool is not None else 0)
 
     def _part(self, which: int) -> torch.Tensor | None:
         if self.pool is None:

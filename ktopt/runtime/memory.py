@@ -12,7 +12,7 @@ _UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes in what getrusage calls one unit of maxrss."""
 
 _M_MMAP_THRESHOLD = -3
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = 512 << 10
 """Blocks from this size on go back to the system when they are freed."""
 
 

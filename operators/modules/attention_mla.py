@@ -132,7 +132,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         """Why this call can't be computed here, or ""."""
         if isinstance(x, FakeTensor):
             return "an input without numbers"
-        if x.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return "a gradient is asked for"
         if self.training and self.attention_dropout:
             return "dropout in training"
@@ -192,7 +192,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         if not decoding or not query_BSNH.is_cpu or kind is None or not cpu.available()[0]:
             return None
         blocks = self.matrices.blocks()
-        starts = 0 if seen.mask is None else first_tokens(seen.mask, queries, seen.past, 0)
+        starts = 0 if seen.mask is None else first_tokens(seen.mask, batch, queries, seen.past, 0)
         if blocks is None or isinstance(starts, str) or self.kv_lora_rank % 16 or self.qk_rope_head_dim % 2:
             return None
         rows_Q3 = _rows(batch, queries, seen.past)
@@ -213,7 +213,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             return None
         if not self.absorbs(queries, tokens) or (queries <= FEW_QUERIES and self.settings.decode_cache == "expanded"):
             return None
-        starts = 0 if seen.mask is None else first_tokens(seen.mask, queries, seen.past, 0)
+        starts = 0 if seen.mask is None else first_tokens(seen.mask, batch, queries, seen.past, 0)
         if isinstance(starts, str):
             return None
         begins = None if isinstance(starts, int) else starts

@@ -104,7 +104,7 @@ class KDecoderLayer(Mixed, nn.Module):
             if isinstance(fused, str):
                 del self.__dict__["_kernel"]
                 return fused
-        if reason := _unfit(x_BSH) or self._unfit(fused, position_embeddings, others):
+        if reason := _unfit(x_BSH, fused.hidden) or self._unfit(fused, position_embeddings, others):
             return reason
         cache = cache if cache is not None else past_key_values
         try:
@@ -137,10 +137,12 @@ class KDecoderLayer(Mixed, nn.Module):
         held = self._cache_layer(cache, fused, batch)
         if isinstance(held, str):
             return held
-        seen = 0 if mask is None else first_tokens(mask, tokens, held.past, fused.window, embeddings)
+        seen = 0 if mask is None else first_tokens(mask, batch, tokens, held.past, fused.window, embeddings)
         if isinstance(seen, str):
             return seen
         turn = rotation(embeddings)
+        if not turn.fits(batch, tokens, fused.head_dim):
+            return "position embeddings of other tokens"
         out = _copied(x_BSH)
         held.room(tokens)
         keys, values = held.stored
@@ -160,8 +162,9 @@ class KDecoderLayer(Mixed, nn.Module):
             none = torch.empty(batch, fused.kv_heads, 0, fused.head_dim, dtype=self.kv_dtype)
             held.lazy_initialization(none, none)
         keys = held.stored[0]
-        if keys.dtype not in KINDS or not keys.is_cpu or keys.shape[0] != batch:
-            return f"a cache of {keys.dtype} for {keys.shape[0]} sequences on {keys.device}"
+        fits = all(each.shape[:2] == (batch, fused.kv_heads) and each.shape[3] == fused.head_dim for each in held.stored)
+        if keys.dtype not in KINDS or not keys.is_cpu or not fits:
+            return f"a cache of {keys.dtype} on {keys.device} of the shape {list(keys.shape)}"
         if isinstance(held, GrowingSlidingLayer) and held.sliding_window != fused.window:
             return f"a cache with a window of {held.sliding_window}"
         return held
@@ -184,13 +187,17 @@ class KDecoderLayer(Mixed, nn.Module):
             return f"a cache of {held.dtype} for {held.batch} sequences on {held.device}"
         latent, rope = cast(tuple[int, int], fused.latent)
         held.start(batch, latent, rope, self.kv_dtype, x_BSH.device)
+        if held.widths != (latent, rope):
+            return f"a cache of latents of {held.widths}"
         past = held.get_seq_length()
-        seen = 0 if mask is None else first_tokens(mask, tokens, past, 0, embeddings) if tokens <= FEW_LATENT else 0
+        seen = 0 if mask is None else first_tokens(mask, batch, tokens, past, 0, embeddings) if tokens <= FEW_LATENT else 0
         if isinstance(seen, str):
             return seen
         if tokens > FEW_LATENT:
             return self._prompt(fused, x_BSH, mask, embeddings, cache, others)
         turn = rotation(embeddings)
+        if not turn.fits(batch, tokens, rope):
+            return "position embeddings of other tokens"
         out = _copied(x_BSH)
         held.reserve(tokens)
         assert held.pool is not None
@@ -241,8 +248,12 @@ def _other_cache(cache: Any, index: int) -> str:
     return f"a cache of another kind ({kind})"
 
 
-def _unfit(x: torch.Tensor) -> str:
+def _unfit(x: torch.Tensor, hidden: int) -> str:
     """Why the kernels can't take this input, or ""."""
+    if x.dim() != 3 or x.shape[2] != hidden:
+        return f"an input of the shape {list(x.shape)}"
+    if torch.jit.is_tracing():
+        return "a trace is being made"
     if not x.is_cpu or isinstance(x, FakeTensor):
         return "an input that isn't in this machine's memory"
     if x.requires_grad and torch.is_grad_enabled():

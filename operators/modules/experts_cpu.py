@@ -77,7 +77,7 @@ class KExpertsCPU(KTransformersExperts):
         asking = (hidden_states, top_k_weights, *self._parameters.values())
         asks_gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in asking)
         experts = None if asks_gradient or not hidden_states.is_cpu else self.stored or self._in_memory(hidden_states.shape[0])
-        if experts is None:
+        if experts is None or experts.activation != kernel_activation(self.act_fn):
             self._check(top_k_index)
             return super().forward(hidden_states, top_k_index, top_k_weights)
         x_TH = hidden_states if hidden_states.dtype in (torch.float32, torch.bfloat16) else hidden_states.float()

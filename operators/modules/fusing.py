@@ -36,6 +36,7 @@ class Fused:
 
     index: int
     watched: Watched
+    hidden: int = 0
     kv_heads: int = 0
     head_dim: int = 0
     window: int = 0
@@ -57,6 +58,8 @@ def describe(layer: Any) -> Fused | str:
     watched = Watched()
     try:
         fused, description = _layer(layer, watched)
+        fused.hidden = description["hidden"]
+        watched.attributes(layer.self_attn, "scaling", "layer_idx", "is_causal", "sliding_window", "attention_dropout", "config")
         fused.config, fused.dropout = layer.self_attn.config, float(getattr(layer.self_attn, "attention_dropout", 0.0) or 0.0)
         if any(watched.hooks) and watched.calls_back():
             return "a part of it has a hook"
@@ -85,11 +88,12 @@ def _layer(layer: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]:
         after_attention, before_mlp, after_mlp = "", "post_attention_layernorm", ""
     else:
         raise CannotFuse(f"its norms are {', '.join(sorted(norms))}")
+    hidden = layer.self_attn.o_proj.out_features
     made = {
-        "before_attention": norm_of(layer.input_layernorm, watched),
-        "after_attention": norm_of(getattr(layer, after_attention), watched) if after_attention else None,
-        "before_mlp": norm_of(getattr(layer, before_mlp), watched),
-        "after_mlp": norm_of(getattr(layer, after_mlp), watched) if after_mlp else None,
+        "before_attention": norm_of(layer.input_layernorm, hidden, watched),
+        "after_attention": norm_of(getattr(layer, after_attention), hidden, watched) if after_attention else None,
+        "before_mlp": norm_of(getattr(layer, before_mlp), hidden, watched),
+        "after_mlp": norm_of(getattr(layer, after_mlp), hidden, watched) if after_mlp else None,
     }
     mlp = routed(layer.mlp, watched) if "experts" in layer.mlp._modules else _mlp(layer.mlp, watched)
     if "kv_b_proj" in layer.self_attn._modules:
@@ -114,7 +118,7 @@ def _attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]
     if rotary.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise CannotFuse("its attention rotates a part of each head")
     kv_heads = attention.k_proj.out_features // dim
-    fused = Fused(attention.layer_idx, watched, kv_heads, dim, _window(attention))
+    fused = Fused(attention.layer_idx, watched, kv_heads=kv_heads, head_dim=dim, window=_window(attention))
     return fused, {
         "hidden": attention.q_proj.in_features,
         "heads": attention.q_proj.out_features // dim,
@@ -123,8 +127,8 @@ def _attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]
         "rotary_dim": dim,
         "window": fused.window,
         "scale": float(attention.scaling),
-        "q_norm": norm_of(attention.q_norm, watched) if "q_norm" in attention._modules else None,
-        "k_norm": norm_of(attention.k_norm, watched) if "k_norm" in attention._modules else None,
+        "q_norm": norm_of(attention.q_norm, dim, watched) if "q_norm" in attention._modules else None,
+        "k_norm": norm_of(attention.k_norm, dim, watched) if "k_norm" in attention._modules else None,
         "qkv": bundle(watched, attention.q_proj, attention.k_proj, attention.v_proj),
         "output": bundle(watched, attention.o_proj),
     }
@@ -162,8 +166,8 @@ def latent_attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str,
         "q_rank": attention.q_lora_rank or 0,
         "pairing": _pairing(attention),
         "scale": float(attention.scaling),
-        "q_norm": norm_of(attention.q_a_layernorm, watched) if low_rank else None,
-        "latent_norm": norm_of(attention.kv_a_layernorm, watched),
+        "q_norm": norm_of(attention.q_a_layernorm, attention.q_lora_rank, watched) if low_rank else None,
+        "latent_norm": norm_of(attention.kv_a_layernorm, attention.kv_lora_rank, watched),
         "first": bundle(watched, first, attention.kv_a_proj_with_mqa),
         "second": bundle(watched, attention.q_b_proj) if low_rank else None,
         "output": bundle(watched, attention.o_proj),
@@ -180,9 +184,11 @@ def _pairing(attention: Any) -> int:
 
 
 def _window(attention: Any) -> int:
-    """Tokens that a query sees, or 0 for all. Classes that don't keep it pass on their config's."""
-    held = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(attention.config, "sliding_window", None)
-    return int(held or 0)
+    """Tokens that a query sees, or 0 for all. Mistral's and Mixtral's classes don't keep it: they pass on their config's."""
+    if hasattr(attention, "sliding_window"):
+        return int(attention.sliding_window or 0)
+    passes_on = any(cls.__name__ in ("MistralAttention", "MixtralAttention") for cls in type(attention).__mro__)
+    return int(getattr(attention.config, "sliding_window", None) or 0) if passes_on else 0
 
 
 def _mlp(mlp: Any, watched: Watched) -> dict[str, Any]:

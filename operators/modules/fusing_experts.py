@@ -25,6 +25,8 @@ def routed(block: Any, watched: Watched) -> dict[str, Any]:
     watched.add(block)
     only(block, {"gate", "experts", "shared_expert_gate", *SHARED})
     shared = next((block._modules[name] for name in SHARED if name in block._modules), None)
+    if shared is not None and not shared.gate_proj.out_features:
+        shared = None  # n_shared_experts: 0
     gated = "shared_expert_gate" in block._modules
     if gated and shared is None:
         raise CannotFuse(f"{type(block).__name__} weights a shared expert that it doesn't have")
@@ -39,6 +41,7 @@ def routed(block: Any, watched: Watched) -> dict[str, Any]:
 def _routing(gate: Any, watched: Watched) -> dict[str, Any]:
     """How a router chooses, by its class."""
     name = type(gate).__name__
+    watched.attributes(gate, "top_k", "norm_topk_prob", "routed_scaling_factor", "num_group", "topk_group", "topk_method")
     plain = {
         "routed": gate.num_experts, "chosen": gate.top_k, "sigmoid": False, "sum_of_two": False,
         "normalize": bool(getattr(gate, "norm_topk_prob", True)), "routed_scale": 1.0, "choice_bias": None, "groups": 1,
@@ -48,7 +51,7 @@ def _routing(gate: Any, watched: Watched) -> dict[str, Any]:
         return plain
     scaled = {**plain, "routed_scale": float(gate.routed_scaling_factor)}
     if name == "DeepseekV3TopkRouter":
-        bias = floats(gate._buffers, "e_score_correction_bias", watched)
+        bias = floats(gate._buffers, "e_score_correction_bias", gate.num_experts, watched)
         groups = {"groups": gate.num_group, "kept_groups": gate.topk_group, "sum_of_two": True}
         return {**scaled, **groups, "sigmoid": True, "choice_bias": bias}
     if name == "DeepseekV2TopkRouter" and gate.topk_method in ("greedy", "group_limited_greedy"):
@@ -76,6 +79,7 @@ def _experts(experts: Any, shared: Any, watched: Watched) -> Any:
     """The kernels' object of all experts; none on meta."""
     if not isinstance(experts, KTransformersExperts) and (reason := computes_otherwise(experts)):
         raise CannotFuse(reason)
+    watched.add(experts)
     activation = kernel_activation(experts.act_fn)
     if not activation:
         raise CannotFuse(f"the kernels have no {type(experts.act_fn).__name__}")

@@ -22,6 +22,7 @@ class LatentMatrices:
         self.projection, self.heads, self.nope, self.value = projection, heads, nope, value
         self._blocks: tuple[HeadBlocks, HeadBlocks] | None = None
         self._owner: Any = None
+        self._at = 0
         self._made: torch.Tensor | None = None
 
     def expand(self, latents_BTL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,8 +92,10 @@ class LatentMatrices:
             both = None
         else:
             return None
-        if self._owner is not owner or self._blocks is None:
-            both = both or cpu.tensor_blocks(owner)
+        at = owner.data_ptr() if isinstance(owner, torch.Tensor) else 0
+        if self._owner is not owner or self._at != at or self._blocks is None:
+            self._at = at
+            both = both or cpu.tensor_blocks(owner.detach())
             if both is None:
                 return None
             step = self.nope + self.value

@@ -28,7 +28,7 @@ def attend_prompt(
     batch, queries, heads, numbers = query_BSNH.shape
     if not query_BSNH.is_cpu or not cpu.available()[0] or numbers % 8 or matrices.value % 8:
         return None
-    starts = 0 if seen.mask is None else first_tokens(seen.mask, queries, seen.past, 0)
+    starts = 0 if seen.mask is None else first_tokens(seen.mask, batch, queries, seen.past, 0)
     if isinstance(starts, str):
         return None
     dtype: torch.dtype = torch.float32 if held.dtype is torch.float32 else torch.bfloat16

@@ -17,21 +17,25 @@ ROWS = 256
 """Queries whose rows of a mask are looked at together: a long prompt's mask is large, and so is what comes of comparing it."""
 
 
-def first_tokens(mask: torch.Tensor, queries: int, past: int, window: int, step: Any = None) -> torch.Tensor | int | str:
+def first_tokens(
+    mask: torch.Tensor, batch: int, queries: int, past: int, window: int, step: Any = None
+) -> torch.Tensor | int | str:
     """The first token in memory that each sequence sees, int64 (B), or 0 where all see all; or why the mask can't be told so.
 
     mask     (B or 1, 1, S, N), bool with True for what is seen, or floats with 0 for what is seen
-    queries  S
+    batch, queries  B and S
     past     tokens in memory before the queries; N may be fewer than past + S where a window has closed over the oldest
     window   tokens that a query sees, its own included; 0 for all
     step     an object that each forward of a model has anew (its position embeddings): within one, a mask is looked at once
     """
-    about = (queries, past, window)
+    about = (batch, queries, past, window)
     if step is not None:
         for then, known, asked, answer in _recent:
             if then is step and known() is mask and asked == about:
                 return answer  # type: ignore[no-any-return]
     answer = _first_tokens(mask, queries, past, window)
+    if isinstance(answer, torch.Tensor):
+        answer = answer.expand(batch).contiguous() if len(answer) in (1, batch) else "an attention mask for other sequences"
     if step is not None:
         _recent[:] = [(step, weakref.ref(mask), about, answer), _recent[0]]
     return answer

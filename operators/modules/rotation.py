@@ -20,6 +20,11 @@ class Rotation:
     one: bool
     held: tuple[torch.Tensor, torch.Tensor]
 
+    def fits(self, batch: int, tokens: int, numbers: int) -> bool:
+        """Whether they are for so many sequences, tokens and rotated numbers."""
+        cos, sin = self.held
+        return cos.shape in ((1, tokens, numbers), (batch, tokens, numbers)) and sin.shape == cos.shape
+
 
 _recent: list[tuple[Any, Rotation | None]] = [(None, None), (None, None)]
 """What was made last, with what it was made of: a model gives all its layers the same one, or two by turns."""

@@ -40,10 +40,20 @@ class Watched:
         for child in parent._modules.values():
             if child is None:
                 continue
-            if "forward" in vars(child):
-                raise CannotFuse(f"a forward of its own was set on a {type(child).__name__}")
+            if "forward" in vars(child) or not _known_forward(type(child)):
+                raise CannotFuse(f"a {type(child).__name__} has a forward of its own")
             self.children.append((vars(child), "forward", None))
             self.hooks += [child._forward_hooks, child._forward_pre_hooks]
+
+    def attributes(self, module: nn.Module, *names: str) -> None:
+        """Watch numbers that a module keeps as plain attributes, those of these names that it has."""
+        held = vars(module)
+        self.children += [(held, name, held[name]) for name in names if name in held]
+
+    def copied(self, tensor: torch.Tensor) -> None:
+        """Note that a copy of this tensor is read in its place. Changes that torch doesn't count (through `.data`) aren't seen."""
+        if not tensor.is_inference():
+            self.versions.append((tensor, tensor._version))
 
     def tensor(self, held: Mapping[str, Any], name: str) -> torch.Tensor:
         """Watch a tensor that the kernels are to read; answers another view of its memory, which stays as long as this."""
@@ -88,20 +98,28 @@ def only(module: nn.Module, known: set[str]) -> None:
         raise CannotFuse(f"{type(module).__name__} holds {', '.join(others)}")
 
 
-def norm_of(norm: Any, watched: Watched) -> tuple[int, float]:
-    """The address of a norm's weight as float32, and its epsilon."""
+def _known_forward(cls: type) -> bool:
+    """Whether a class's forward is transformers', torch's or ktopt's own."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return owner.__module__.partition(".")[0] in ("transformers", "torch", "ktopt")
+
+
+def norm_of(norm: Any, count: int, watched: Watched) -> tuple[int, float]:
+    """The address of the weight of a norm of `count` numbers as float32, and its epsilon."""
     name = type(norm).__name__
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not name.endswith("RMSNorm") or eps is None or set(norm._parameters) != {"weight"}:
         raise CannotFuse(f"the kernels have no {name}")
     on_cpu(norm.weight, name)
+    watched.attributes(norm, "variance_epsilon", "eps")
     if "Gemma" not in name:
-        return floats(norm._parameters, "weight", watched), float(eps)
+        return floats(norm._parameters, "weight", count, watched), float(eps)
+    _has(norm.weight, count)
     view = watched.tensor(norm._parameters, "weight")
     if view.is_meta:
         return 0, float(eps)
     weight = view.float() + 1.0  # which is what Gemma multiplies by
-    watched.versions.append((norm.weight, norm.weight._version))
+    watched.copied(norm.weight)
     watched.kept.append(weight)
     return weight.data_ptr(), float(eps)
 
@@ -114,7 +132,7 @@ def bundle(watched: Watched, *linears: Any) -> list[tuple[int, ...]]:
         if not isinstance(linear, nn.Linear):
             raise CannotFuse(f"{type(linear).__name__} is no linear layer that the kernels know")
         parts = parts_of(linear, watched)
-        bias = floats(linear._parameters, "bias", watched) if linear.bias is not None else 0
+        bias = floats(linear._parameters, "bias", linear.out_features, watched) if linear.bias is not None else 0
         for first, part in parts:
             made.append((*part.call, at + first, bias + 4 * first if bias else 0))
             watched.kept.append(part)
@@ -147,14 +165,20 @@ def matrix(module: Any, name: str, watched: Watched) -> list[tuple[int, cpu.Bloc
     return [(0, blocks)]
 
 
-def floats(held: Mapping[str, Any], name: str, watched: Watched) -> int:
-    """The address of a module's tensor as float32, which is a copy where it is something else; 0 on meta."""
+def _has(tensor: torch.Tensor, count: int) -> None:
+    if tensor.shape != (count,):
+        raise CannotFuse(f"a vector of {count} numbers has the shape {list(tensor.shape)}")
+
+
+def floats(held: Mapping[str, Any], name: str, count: int, watched: Watched) -> int:
+    """The address of a module's vector of `count` numbers as float32, a copy where it is something else; 0 on meta."""
     view = watched.tensor(held, name)
+    _has(view, count)
     if view.is_meta:
         return 0
     wide = view.float().contiguous()
     if wide.data_ptr() != view.data_ptr():
-        watched.versions.append((held[name], held[name]._version))
+        watched.copied(held[name])
     watched.kept.append(wide)
     return int(wide.data_ptr())
 
