@@ -40,7 +40,7 @@ class LayerConfig(PlacedConfig):
         "65504 is an error",
     )
     chunk_size: int = option(
-        1024,
+        512,
         help="tokens of a prompt that pass the model at a time where ktopt runs it: what they need for a while stays small",
         aliases=("chunck_size",),
         minimum=1,

@@ -18,7 +18,8 @@ STEP_TOKENS = 256
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values (B, H, N, D) in `dtype`, or where that is None in that of the first that come.
+    """Keys and values (B, H, N, D) in `dtype`, or where that is None in that of the first that come. Memory for `expected_tokens`
+    is taken at once.
 
     `update` answers keys and values in the dtype of those that it is given: converted, and slow, where the layer holds another.
     """
@@ -28,6 +29,7 @@ class GrowingLayer(DynamicLayer):
         self._counts = [0, 0]  # tokens of each: the same, but while one of both has been set
         super().__init__(**kwargs)
         self.dtype = dtype
+        self.expected_tokens = 0
 
     # transformers reads, cuts and replaces `keys` and `values`: they are views of what is held, and what is set is taken over
     def _view(self, which: int) -> torch.Tensor | None:
@@ -75,7 +77,7 @@ class GrowingLayer(DynamicLayer):
 
     def room(self, tokens: int) -> None:
         """Make memory for so many more tokens."""
-        needed = self._tokens + tokens
+        needed = max(self._tokens + tokens, self.expected_tokens)
         for which, held in enumerate(self._stored):
             if held.shape[2] >= needed and held.is_contiguous():
                 continue
@@ -186,6 +188,11 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         self._tokens = keep
 
 
+def expect(cache: Cache, tokens: int) -> None:
+    """Say how many tokens a cache is to hold soon, so that its layers needn't grow to them by steps."""
+    cache.expected_tokens = tokens
+
+
 def growing_layer(cache: Cache, index: int, dtype: torch.dtype | None) -> GrowingLayer | None:
     """A cache's layer `index` as one that grows in place: transformers' own dynamic layers are replaced, what they hold is taken
     over. None for layers of other kinds, and for a cache that moves its layers off their device."""
@@ -199,6 +206,7 @@ def growing_layer(cache: Cache, index: int, dtype: torch.dtype | None) -> Growin
         return layer
     if type(layer) is DynamicLayer:
         made = GrowingLayer(dtype)
+        made.expected_tokens = getattr(cache, "expected_tokens", 0)
     elif type(layer) is DynamicSlidingWindowLayer:
         made = GrowingSlidingLayer(layer.sliding_window, dtype)
         made.record_past = layer.record_past

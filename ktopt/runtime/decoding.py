@@ -45,6 +45,9 @@ class Decoder:
 
     def read(self, ids_1T: torch.Tensor, cache: Any) -> torch.Tensor:
         """Read a prompt (1, T) in pieces, as the plan has them; the likeliest next token, (1, 1)."""
+        from ktopt.cache.growing import expect
+
+        expect(cache, int(cache.get_seq_length()) + ids_1T.shape[1])
         *before, last = ids_1T.split(self.piece, dim=1) if self.piece else (ids_1T,)
         for part in before:
             self.step(part, cache)
