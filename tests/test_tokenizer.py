@@ -11,7 +11,6 @@ import gguf
 import pytest
 import transformers
 from gguf_fixtures import make_gguf, tiny_model
-from test_gguf import smollm2
 from tokenizers import Tokenizer, pre_tokenizers
 
 from ktopt.weights import WeightError
@@ -22,8 +21,8 @@ CASES = json.loads((Path(__file__).parent / "data" / "smollm2_tokens.json").read
 
 
 @pytest.fixture(scope="module")
-def demo() -> Any:
-    return tokenizer_from_gguf(smollm2())
+def demo(smollm2: Path) -> Any:
+    return tokenizer_from_gguf(smollm2)
 
 
 @pytest.mark.parametrize("case", range(len(CASES["texts"])))
@@ -41,10 +40,9 @@ def test_the_demo_models_special_tokens_and_chat_template(demo: Any) -> None:
     assert demo.model_max_length == 8192
 
 
-def test_the_demo_models_tokenizer_loads_quickly() -> None:
-    path = smollm2()
+def test_the_demo_models_tokenizer_loads_quickly(smollm2: Path) -> None:
     start = time.process_time()
-    tokenizer_from_gguf(path)
+    tokenizer_from_gguf(smollm2)
     assert time.process_time() - start < 2
 
 
