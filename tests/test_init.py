@@ -114,7 +114,7 @@ def test_a_tied_head_stays_with_its_embedding() -> None:
     hardware = machine("2x24GB")
     plan = planned(init_rules(graph, hardware), graph, hardware)
     assert plan.by_path["lm_head"].generate_device == plan.by_path["model.embed_tokens"].generate_device
-    assert plan.by_path["lm_head"].weight_bytes == 0
+    assert plan.by_path["lm_head"].weight_bytes < plan.by_path["model.embed_tokens"].weight_bytes / 3  # a packed copy, in 4 bits
 
 
 def test_parts_add_up_to_the_model() -> None:

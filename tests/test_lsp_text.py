@@ -216,7 +216,11 @@ def test_operators_are_offered_by_both_their_names() -> None:
 
 def test_a_kwargs_values_are_its_operators() -> None:
     assert "KLinearMarlin" in labels(LIST + "      prefill_op: |")
-    assert labels("- replace:\n    class: KDeepseekV2Attention\n    kwargs:\n      absorb_for_prefill: |") == ["true", "false"]
+    assert labels("- replace:\n    class: KDeepseekV2Attention\n    kwargs:\n      absorb_for_prefill: |") == [
+        "true",
+        "false",
+        "auto",
+    ]
     assert "cuda:0" in labels(LIST + "      generate_device: |")
     assert next(c.insert for c in choices(LIST + "      generate_device: |") if c.label == "cuda:0") == '"cuda:0"'
 
