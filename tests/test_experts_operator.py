@@ -314,7 +314,7 @@ def test_without_kernels_torch_computes_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     experts_module.cpu_kernels.cache_clear()
-    monkeypatch.setattr(experts_module.cpu, "available", lambda: (False, "no compiler"))
+    monkeypatch.setattr(cpu, "available", lambda: (False, "no compiler"))
     theirs = original()
     for _ in range(2):
         with torch.device("meta"):

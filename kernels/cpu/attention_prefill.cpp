@@ -81,8 +81,8 @@ bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, cons
     job.run = isa.prefill;
     job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr};
     const int64_t seen = std::min(first + tokens, shape.window == 0 ? first + tokens : shape.window);
-    run_parts([](void* job, int64_t part) { static_cast<Job*>(job)->part(part); }, &job, job.blocks * shape.kv_heads, threads,
-              double(rows * shape.kv_heads) * double(seen * (shape.key_dim + shape.value_dim)) > LONG_WORK);
+    const bool is_long = double(rows * shape.kv_heads) * double(seen * (shape.key_dim + shape.value_dim)) > LONG_WORK;
+    share_out(job.blocks * shape.kv_heads, threads, is_long, [&](int64_t part) { job.part(part); });
     return job.done;
 }
 

@@ -40,21 +40,8 @@ void Bundle::add(const Product& product) {
 void Bundle::run(const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum, int threads) const {
     const int64_t work = bytes_ * (1 + tokens / 2);
     const Split split(products_, work, threads);
-    struct Job {
-        const Bundle* bundle;
-        const Split* split;
-        const Input* in;
-        int64_t tokens;
-        float* out;
-        int64_t out_stride;
-        bool sum;
-    } job{this, &split, &in, tokens, out, out_stride, sum};
-    run_parts(
-        [](void* given, int64_t number) {
-            const Job& j = *static_cast<Job*>(given);
-            j.bundle->part(*j.split, number, *j.in, j.tokens, j.out, j.out_stride, j.sum);
-        },
-        &job, split.all, threads, work >= LONG_BYTES);
+    share_out(split.all, threads, work >= LONG_BYTES,
+              [&](int64_t number) { part(split, number, in, tokens, out, out_stride, sum); });
 }
 
 void Bundle::part(const Split& split, int64_t number, const Input& in, int64_t tokens, float* out, int64_t out_stride,

@@ -279,8 +279,7 @@ private:
 
     template <class Function>
     void each(int64_t parts, bool is_long, bool shared, Function function) {
-        run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &function, parts, shared ? threads_ : 1,
-                  is_long);
+        share_out(parts, shared ? threads_ : 1, is_long, function);
     }
 
     void fail() { failed_.store(true, std::memory_order_relaxed); }

@@ -21,11 +21,6 @@ int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multipl
 
 size_t token_bytes(int kind, size_t x_stride) { return x_stride * (is_float(kind) ? sizeof(float) : sizeof(Activations)); }
 
-template <class Function>
-void run(int64_t parts, int threads, bool is_long, Function function) {
-    run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &function, parts, threads, is_long);
-}
-
 // A product that adds, of kernels that don't.
 void add_rows(RowsFunction rows_function, const uint8_t* weight, size_t bytes, int64_t rows, int64_t columns, const void* x,
               size_t x_bytes, size_t x_stride, int64_t tokens, float* out, size_t out_stride) {
@@ -48,7 +43,7 @@ bool has_product(int kind) { return kernels().product[kind] != nullptr; }
 void quantize_tokens(const void* x, bool bfloat16, int64_t tokens, int64_t columns, Activations* out, int threads) {
     const Kernels& isa = kernels();
     const int64_t blocks = activation_blocks(columns), together = std::max<int64_t>(1, (16 << 10) / columns);
-    run((tokens + together - 1) / together, threads, tokens * columns >= LONG_PRODUCTS / 64, [&](int64_t part) {
+    share_out((tokens + together - 1) / together, threads, tokens * columns >= LONG_PRODUCTS / 64, [&](int64_t part) {
         for (int64_t t = part * together; t < std::min(tokens, (part + 1) * together); t++) {
             if (!bfloat16) {
                 isa.quantize(static_cast<const float*>(x) + t * columns, columns, out + t * blocks);
@@ -88,7 +83,7 @@ void shared_product(const Matrix& weight, const void* x, size_t x_stride, int64_
     const int64_t token_parts = std::clamp<int64_t>(wanted / row_parts, 1, std::max<int64_t>(1, tokens / LEAST_TOKENS));
     const int64_t together = up_to((tokens + token_parts - 1) / token_parts, TILE_TOKENS);
     const size_t x_bytes = token_bytes(weight.kind, x_stride);
-    run(row_parts * ((tokens + together - 1) / together), threads, work >= LONG_PRODUCTS, [&](int64_t part) {
+    share_out(row_parts * ((tokens + together - 1) / together), threads, work >= LONG_PRODUCTS, [&](int64_t part) {
         const int64_t row = part % row_parts * step, token = part / row_parts * together;
         product(weight, static_cast<const uint8_t*>(x) + size_t(token) * x_bytes, x_stride, std::min(together, tokens - token),
                 out + size_t(token) * out_stride, out_stride, add, row, std::min(step, weight.rows - row));

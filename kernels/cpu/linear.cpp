@@ -37,8 +37,7 @@ struct Split {
 
 template <class Function>
 void run(const Split& split, int threads, Function function) {
-    run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &function, split.parts, threads,
-              split.is_long);
+    share_out(split.parts, threads, split.is_long, function);
 }
 
 constexpr uint16_t EXPONENT = 0x7c00;

@@ -25,11 +25,6 @@ int64_t bytes_of(int kind, int64_t numbers) {
 
 int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-template <class Function>
-void run(int64_t parts, int threads, bool is_long, Function function) {
-    run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &function, parts, threads, is_long);
-}
-
 // So many numbers of a scratch, or null.
 template <class T>
 T* take(Scratch& scratch, int64_t count) {
@@ -231,7 +226,7 @@ bool times_columns(const Kernels& isa, const HeadMatrices& m, int64_t head, cons
 // Runs the attention itself; join() then has the results. False: no memory.
 bool attend_all(Attending& attention, const Work& work, int threads) {
     std::atomic<bool> done{true};
-    run(work.parts, threads, work.tokens * attention.shape.width() >= LONG_NUMBERS, [&](int64_t part) {
+    share_out(work.parts, threads, work.tokens * attention.shape.width() >= LONG_NUMBERS, [&](int64_t part) {
         if (!attention.attend(work.share(part), part % work.splits)) done = false;
     });
     return done;
@@ -288,7 +283,7 @@ bool attend_absorbed(const LatentShape& shape, const LatentCache& cache, const L
     const Kernels& isa = kernels();
     const bool is_long = count * shape.heads * shape.nope * shape.latent >= LONG_NUMBERS;
     std::atomic<bool> done{true};
-    run(shape.heads, threads, is_long, [&](int64_t head) {
+    share_out(shape.heads, threads, is_long, [&](int64_t head) {
         const float* x = query + head * head_numbers;
         float* to = absorbed + head * width;
         const auto times = keys.transposed ? times_columns : times_rows;
@@ -298,7 +293,7 @@ bool attend_absorbed(const LatentShape& shape, const LatentCache& cache, const L
     });
     Attending attention{shape, cache, rows, absorbed, scale, sums, work.splits};
     if (!done || !attend_all(attention, work, threads)) return false;
-    run(shape.heads, threads, is_long, [&](int64_t head) {
+    share_out(shape.heads, threads, is_long, [&](int64_t head) {
         auto* joined = take<float>(block_scratch, count * shape.latent);
         if (joined == nullptr) {
             done = false;

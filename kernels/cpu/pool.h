@@ -18,6 +18,12 @@ using Part = void (*)(void* job, int64_t part);
 // a forked child starts its own.
 void run_parts(Part function, void* job, int64_t parts, int threads, bool long_job);
 
+// The same with f(part) for parts [0, parts).
+template <class Function>
+void share_out(int64_t parts, int threads, bool long_job, Function f) {
+    run_parts([](void* job, int64_t part) { (*static_cast<Function*>(job))(part); }, &f, parts, threads, long_job);
+}
+
 // Wakes the threads that sleep: for a caller that has many short jobs one after another, of which the first would be done before a
 // thread comes for it.
 void rouse(int threads);

@@ -18,17 +18,10 @@ void each_token(int64_t tokens, int threads, Function f) {
         for (int64_t t = 0; t < tokens; t++) f(t);
         return;
     }
-    struct Job {
-        Function* f;
-        int64_t tokens;
-    } job{&f, tokens};
-    run_parts(
-        [](void* given, int64_t part) {
-            const Job& j = *static_cast<Job*>(given);
-            const int64_t end = std::min(j.tokens, (part + 1) * TOKENS_A_PART);
-            for (int64_t t = part * TOKENS_A_PART; t < end; t++) (*j.f)(t);
-        },
-        &job, (tokens + TOKENS_A_PART - 1) / TOKENS_A_PART, threads, tokens >= 8 * TOKENS_A_PART);
+    share_out((tokens + TOKENS_A_PART - 1) / TOKENS_A_PART, threads, tokens >= 8 * TOKENS_A_PART, [&](int64_t part) {
+        const int64_t end = std::min(tokens, (part + 1) * TOKENS_A_PART);
+        for (int64_t t = part * TOKENS_A_PART; t < end; t++) f(t);
+    });
 }
 
 class Slab {

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
-from ktopt.kernels import cpu
 from ktopt.operators.experts import KEXPERTS_MARLIN, not_gated_and_fused
+from ktopt.operators.modules.linear import cpu_kernels
 from ktopt.operators.modules.low_bit import refuse_older
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class KTransformersExperts(nn.Module):
             chosen = KExpertsMarlin
         elif context.op != "KExpertsCPU":
             context.require_op("KExpertsTorch")
-        elif cpu_kernels():
+        elif cpu_kernels("KExpertsCPU", "KExpertsTorch"):
             from ktopt.operators.modules.experts_cpu import KExpertsCPU, kernel_activation
 
             if kernel_activation(original.act_fn):
@@ -142,15 +142,6 @@ class KTransformersExperts(nn.Module):
         """Each expert's rows times its matrix of that name, in the weight's dtype."""
         weight = getattr(self, name)
         return grouped_product(rows.to(weight.dtype), weight, ends_E)
-
-
-@cache
-def cpu_kernels() -> bool:
-    """Whether the CPU kernels are here; where not, says once that torch computes instead."""
-    there, reason = cpu.available()
-    if not there:
-        log.warning("KExpertsCPU gives way to KExpertsTorch, whose weights take more memory: %s", reason)
-    return there
 
 
 def computes_otherwise(original: nn.Module) -> str:

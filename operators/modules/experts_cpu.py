@@ -7,7 +7,6 @@ Shapes: T tokens, K experts chosen for each, E experts, H hidden size, I interme
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu.experts import Experts
 from ktopt.operators.modules.experts import KTransformersExperts
-from ktopt.weights import WeightError
-
-log = logging.getLogger(__name__)
+from ktopt.operators.modules.stored import raw_parts
 
 FEW_TOKENS = 16
 """Up to so many tokens the kernels are clearly faster than torch's grouped product on weights in memory (measured with 8 of 64
@@ -177,20 +174,7 @@ def stored_blocks(context: BuildContext, name: str) -> list[cpu.Blocks]:
 
     Says so in the log where there is no kernel for a type. KtoptError for a tensor with scales that are no numbers.
     """
-    raw, full = getattr(context.tensors, "raw", None), context.name(name)
-    try:
-        parts = raw(full) if raw is not None else []
-    except WeightError:  # it has scales beside it, or is in memory: to be read as numbers
-        return []
-    without = sorted({kind for kind, _, _ in parts} - set(cpu.KINDS))
-    if without:
-        log.warning(
-            "%s: there is no CPU kernel for %s, so these experts are dequantised to %s",
-            full,
-            ", ".join(without),
-            context.step.dtype,
-        )
-        return []
+    parts, full = raw_parts(context, name, "these experts are"), context.name(name)
     made = []
     for kind, shape, data in parts:
         *stack, columns = shape

@@ -31,21 +31,28 @@ _taken: WeakValueDictionary[tuple[int, ...], cpu.Blocks] = WeakValueDictionary()
 and pickled once."""
 
 
+def raw_parts(context: BuildContext, parameter: str, what: str) -> list[Any]:
+    """The stored parts of a module's parameter, (storage type, shape, bytes) each, where the kernels have all of their types; else
+    none, which the log says of `what`."""
+    raw, name = getattr(context.tensors, "raw", None), context.name(parameter)
+    try:
+        parts = raw(name) if raw is not None else []
+    except WeightError:  # transposed, shifted, scaled by a tensor beside it, or in memory: to be read as numbers
+        return []
+    without = sorted({kind for kind, _, _ in parts} - set(cpu.KINDS))
+    if not without:
+        return list(parts)
+    kinds, dtype = ", ".join(without), context.step.dtype
+    log.warning("%s: there is no CPU kernel for %s, so %s dequantised to %s", name, kinds, what, dtype)
+    return []
+
+
 def stored_parts(context: BuildContext) -> Iterator[tuple[int, cpu.Blocks]]:
     """The stored parts of a module's weight that the kernels can take: (first row, blocks); none where one of them can't be taken.
 
     Says so in the log where there is no kernel for a type. KtoptError for a tensor with scales that are no numbers.
     """
-    raw = getattr(context.tensors, "raw", None)
-    name = context.name("weight")
-    try:
-        parts = raw(name) if raw is not None else []
-    except WeightError:  # transposed, shifted, or in memory: to be read as numbers
-        return
-    without = sorted({kind for kind, _, _ in parts} - set(cpu.KINDS))
-    if without:
-        log.warning("%s: there is no CPU kernel for %s, so it is dequantised to %s", name, ", ".join(without), context.step.dtype)
-        return
+    parts, name = raw_parts(context, "weight", "it is"), context.name("weight")
     wanted = next(tensor.shape for tensor in context.module.tensors if tensor.name == "weight")
     if joint_axis(wanted, [shape for _, shape, _ in parts]) != 0 or any(len(shape) != 2 for _, shape, _ in parts):
         return
