@@ -79,7 +79,8 @@ def anchor_bytes(anchor_type: str, anchor_num: int, tokens: int, dim: int) -> in
 
     BLOCK_MEAN and BLOCK_MAX are one float16 vector; QUEST is two, of the smallest and the largest numbers; FIXED and DYNAMIC are
     `anchor_num` vectors. KEY_INT4 has QUEST's, the keys in 4 bits (with a float16 scale and minimum a token), and their signs (with
-    a float16 magnitude a token, and the mean that they are signs against). KtoptError for any other type.
+    a float16 magnitude a token, and the mean that they are signs against), of tokens in groups of 32 and numbers in groups of 16.
+    KtoptError for any other type.
     """
     vector = dim * HALF_BYTES
     match anchor_type:
@@ -90,7 +91,8 @@ def anchor_bytes(anchor_type: str, anchor_num: int, tokens: int, dim: int) -> in
         case "FIXED" | "DYNAMIC":
             return anchor_num * vector
         case "KEY_INT4":
-            int4 = -(-dim // 2) + 2 * HALF_BYTES
-            signs = -(-dim // 8) + HALF_BYTES
-            return 3 * vector + tokens * (int4 + signs)
+            numbers, padded = -(-dim // 16) * 16, -(-tokens // 32) * 32
+            int4 = numbers // 2 + 2 * HALF_BYTES
+            signs = numbers // 8 + HALF_BYTES
+            return 3 * vector + padded * (int4 + signs)
     raise KtoptError(f"{anchor_type} is no type of anchors: take one of {', '.join(ANCHOR_TYPES)}")

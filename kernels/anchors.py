@@ -1,0 +1,170 @@
+"""What blocks of a long cache are known by, so that a query can choose the few blocks that it attends to.
+
+Each block of each row (a KV head of a sequence; of latents, a sequence) has anchors, made once from its keys. A query scores them
+and takes the best blocks. Types:
+
+    BLOCK_MEAN  the mean key
+    BLOCK_MAX   the largest number of each channel
+    QUEST       the smallest and the largest number of each channel; q * min or q * max, whichever is more, summed over the
+                channels, bounds every key's score from above (Quest, arXiv 2406.10774)
+    FIXED       `anchor_num` keys, evenly apart
+    DYNAMIC     the `anchor_num` keys that mattered most to some queries
+    KEY_INT4    every key in 4 bits. A block's score is its share of the softmax's mass. Only a shortlist is scored so: the best 3
+                times as many blocks by QUEST as are asked for, and the best 2 times as many by the keys' signs
+
+A block's score is the largest q.anchor * scale, summed over the row's query heads. Between equal scores the later block is taken.
+
+CPU tensors are computed in C++ where it is there (kernels/cpu/anchors.py), and else in torch (anchors_reference.py).
+
+Legend: R rows, M blocks, T tokens of a block, D numbers of a key, H query heads of a row, K blocks at hand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ktopt.cache.blocks.layout import ANCHOR_TYPES
+from ktopt.diagnostics import KtoptError
+from ktopt.kernels import anchors_reference as reference
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST = {"KEY_INT4": 32752.0}
+"""The largest magnitude of a key's number, where it isn't float16's: differences of two must fit float16."""
+FLOAT16_LARGEST = 65504.0
+
+
+class Anchors:
+    """The anchors of one layer, of up to `max_blocks` blocks of `tokens` tokens, for `rows` rows of keys of `dim` numbers.
+
+    All memory is taken at once, `nbytes` of it. `blocks` says how many blocks are in. KtoptError for sizes that don't fit the type.
+    """
+
+    def __init__(
+        self,
+        anchor_type: str,
+        anchor_num: int,
+        rows: int,
+        max_blocks: int,
+        tokens: int,
+        dim: int,
+        *,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        _check_sizes(anchor_type, anchor_num, rows, max_blocks, tokens, dim)
+        self.anchor_type, self.anchor_num = anchor_type, anchor_num
+        self.rows, self.max_blocks, self.tokens, self.dim = rows, max_blocks, tokens, dim
+        self.blocks = 0
+        self.storage = reference.Storage.empty(anchor_type, anchor_num, rows, max_blocks, tokens, dim, device)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the anchors of all `max_blocks` blocks take."""
+        return self.storage.nbytes
+
+    def add(self, keys_RKTD: torch.Tensor, importance_RKT: torch.Tensor | None = None) -> None:
+        """Anchors of K more blocks, after those that are in.
+
+        keys        (R, K, T, D) floating point, rotated as the queries will be
+        importance  (R, K, T) floating point: what DYNAMIC chooses its keys by; without it they are FIXED's
+
+        KtoptError, before anything is changed, for other shapes, for more blocks than there is room for, and for numbers that the
+        anchors' float16 can't hold.
+        """
+        import torch
+
+        rows, count, tokens, dim = keys_RKTD.shape if keys_RKTD.ndim == 4 else (0, 0, 0, 0)
+        if (rows, tokens, dim) != (self.rows, self.tokens, self.dim):
+            raise KtoptError(
+                f"keys {list(keys_RKTD.shape)} are no blocks of {self.tokens} tokens with {self.dim} numbers in {self.rows} rows"
+            )
+        if self.blocks + count > self.max_blocks:
+            raise KtoptError(
+                f"there is room for the anchors of {self.max_blocks} blocks, and {self.blocks} + {count} were to be in"
+            )
+        if importance_RKT is not None and importance_RKT.shape != keys_RKTD.shape[:3]:
+            raise KtoptError(f"the importance {list(importance_RKT.shape)} isn't that of keys {list(keys_RKTD.shape)}")
+        if count == 0:
+            return
+        largest, limit = float(keys_RKTD.abs().amax()), LARGEST.get(self.anchor_type, FLOAT16_LARGEST)
+        if not largest <= limit:
+            row, block, token, channel = (~(keys_RKTD.abs() <= limit)).nonzero()[0].tolist()
+            raise KtoptError(
+                f"{self.anchor_type}'s anchors hold numbers up to {limit:g}, and the key of token {token} in block "
+                f"{self.blocks + block}, row {row}, has {float(keys_RKTD[row, block, token, channel]):g}: attend to everything in "
+                "this layer (dense_layer_num)"
+            )
+        with torch.no_grad():
+            reference.add(self.storage, self.blocks, keys_RKTD, importance_RKT)
+        self.blocks += count
+
+    def truncate(self, blocks: int) -> None:
+        """Forget all but the first `blocks` blocks."""
+        self.blocks = min(self.blocks, max(blocks, 0))
+
+    def scores(
+        self,
+        q_RHD: torch.Tensor,
+        scale: float,
+        count: int | None = None,
+        *,
+        shared: int = 0,
+        allowed_RM: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What each block scores, float32 (R, M); -inf for one that isn't allowed.
+
+        With KEY_INT4 and a `count`, only the shortlist for that many blocks is scored, and others have -inf. The rest is as in
+        `select`.
+        """
+        import torch
+
+        self._check_query(q_RHD, scale, shared, allowed_RM)
+        with torch.no_grad():
+            return reference.scores(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+
+    def select(
+        self,
+        q_RHD: torch.Tensor,
+        scale: float,
+        count: int,
+        *,
+        shared: int = 0,
+        allowed_RM: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The `count` best blocks of each row, int32 (R, count), ascending.
+
+        q        (R, H, D) floating point: the query heads of each row, rotated
+        scale    of q.k, more than 0
+        shared   0: each row chooses for itself; G: G rows after one another choose together, by the sum of their scores
+        allowed  (R, M) bool: the blocks that may be chosen, of those that are in; what rows choose together all must be allowed
+
+        All blocks where there are no more than `count`; where fewer are allowed, as many as every row has. KtoptError for shapes
+        that don't fit.
+        """
+        import torch
+
+        self._check_query(q_RHD, scale, shared, allowed_RM)
+        if count < 0:
+            raise KtoptError(f"{count} blocks can't be chosen")
+        with torch.no_grad():
+            return reference.select(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+
+    def _check_query(self, q_RHD: torch.Tensor, scale: float, shared: int, allowed_RM: torch.Tensor | None) -> None:
+        if q_RHD.ndim != 3 or q_RHD.shape[0] != self.rows or q_RHD.shape[2] != self.dim or q_RHD.shape[1] < 1:
+            raise KtoptError(f"queries {list(q_RHD.shape)} don't fit anchors of {self.rows} rows with {self.dim} numbers")
+        if not scale > 0:
+            raise KtoptError(f"the scale of scores must be more than 0, not {scale}")
+        if shared < 0 or (shared and self.rows % shared):
+            raise KtoptError(f"{self.rows} rows can't choose together in groups of {shared}")
+        if allowed_RM is not None and allowed_RM.shape != (self.rows, self.blocks):
+            raise KtoptError(f"allowed blocks {list(allowed_RM.shape)} aren't those of {self.rows} rows with {self.blocks} blocks")
+
+
+def _check_sizes(anchor_type: str, anchor_num: int, rows: int, max_blocks: int, tokens: int, dim: int) -> None:
+    if anchor_type not in ANCHOR_TYPES:
+        raise KtoptError(f"{anchor_type} is no type of anchors: take one of {', '.join(ANCHOR_TYPES)}")
+    if min(rows, tokens, dim) < 1 or max_blocks < 0:
+        raise KtoptError(f"there are no anchors of {max_blocks} blocks of {tokens} tokens in {rows} rows with {dim} numbers")
+    if anchor_type in ("FIXED", "DYNAMIC") and not 1 <= anchor_num <= tokens:
+        raise KtoptError(f"{anchor_type} can't keep {anchor_num} keys of a block of {tokens} tokens")

@@ -1,0 +1,223 @@
+"""What blocks are known by: scores against what each type says it is, computed here token by token, and the choice of blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ktopt.cache.blocks.layout import ANCHOR_TYPES, anchor_bytes
+from ktopt.diagnostics import KtoptError
+from ktopt.kernels import anchors_reference as reference
+from ktopt.kernels.anchors import Anchors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, HEADS, TOKENS, DIM, BLOCKS = 4, 3, 32, 64, 24
+SCALE = DIM**-0.5
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_keys(blocks: int = BLOCKS, tokens: int = TOKENS, dim: int = DIM, rows: int = ROWS) -> torch.Tensor:
+    """Keys whose blocks differ, with a channel that stands far out as models with biases have it."""
+    keys = numbers(rows, blocks, tokens, dim) + numbers(rows, blocks, 1, dim, seed=1)
+    keys[..., 3] += 40
+    return keys
+
+
+def made(anchor_type: str, keys_RKTD: torch.Tensor, anchor_num: int = 2, importance: torch.Tensor | None = None) -> Anchors:
+    rows, blocks, tokens, dim = keys_RKTD.shape
+    anchors = Anchors(anchor_type, anchor_num, rows, blocks, tokens, dim)
+    anchors.add(keys_RKTD, importance)
+    return anchors
+
+
+def token_scores(keys_RKTD: torch.Tensor, q_RHD: torch.Tensor) -> torch.Tensor:
+    """q.k * scale in float64 (R, H, K, T)."""
+    return torch.einsum("rhd,rktd->rhkt", q_RHD.double(), keys_RKTD.double()) * SCALE
+
+
+def masses(keys_RKTD: torch.Tensor, q_RHD: torch.Tensor) -> torch.Tensor:
+    """The share of the softmax that each block has, summed over the heads (R, K)."""
+    return token_scores(keys_RKTD, q_RHD).flatten(2).softmax(2).unflatten(2, keys_RKTD.shape[1:3]).sum((1, 3))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, relative: float = 2e-3) -> bool:
+    """Anchors are float16."""
+    return bool((found - expected).abs().max() <= relative * expected.abs().max())
+
+
+def test_the_mean_key_stands_for_a_block() -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    assert close(made("BLOCK_MEAN", keys).scores(q, SCALE), token_scores(keys, q).mean(3).sum(1))
+
+
+def test_the_largest_numbers_of_channels_stand_for_a_block_also_where_they_are_negative() -> None:
+    keys, q = some_keys() - 100, numbers(ROWS, HEADS, DIM, seed=2)
+    assert close(made("BLOCK_MAX", keys).scores(q, SCALE), token_scores(keys.amax(2, keepdim=True), q)[..., 0].sum(1))
+
+
+def test_quest_bounds_every_token_from_above() -> None:
+    keys = some_keys() * torch.linspace(1e-9, 500, BLOCKS)[:, None, None]  # from below float16's smallest to some 20,000
+    q = numbers(ROWS, HEADS, DIM, seed=2)
+    scores = made("QUEST", keys).scores(q, SCALE)
+    low, high = (q[:, :, None] * side[:, None] for side in (keys.amin(2), keys.amax(2)))
+    assert close(scores, torch.maximum(low, high).sum((1, 3)) * SCALE)
+    sides = made("QUEST", keys).storage.anchors.float()
+    assert (sides[:, :, 0] <= keys.amin(2)).all()
+    assert (sides[:, :, 1] >= keys.amax(2)).all()
+    assert (scores * (1 + 1e-5) >= token_scores(keys, q).sum(1).amax(2)).all()
+
+
+@pytest.mark.parametrize("kept", [1, 3, TOKENS])
+def test_keys_at_even_distances_stand_for_a_block(kept: int) -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    at = [i * TOKENS // kept for i in range(kept)]
+    assert close(made("FIXED", keys, kept).scores(q, SCALE), token_scores(keys, q)[..., at].amax(3).sum(1))
+
+
+def test_the_most_important_keys_stand_for_a_block() -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    importance = numbers(ROWS, BLOCKS, TOKENS, seed=3)
+    at = importance.topk(2, dim=2).indices[:, None].expand(-1, HEADS, -1, -1)
+    anchors = made("DYNAMIC", keys, 2, importance)
+    assert close(anchors.scores(q, SCALE), token_scores(keys, q).gather(3, at).amax(3).sum(1))
+
+
+def test_without_importance_dynamic_anchors_are_fixed_ones() -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    assert made("DYNAMIC", keys).scores(q, SCALE).equal(made("FIXED", keys).scores(q, SCALE))
+
+
+@pytest.mark.parametrize("tokens", [32, 20])
+@pytest.mark.parametrize("dim", [64, 24])
+def test_keys_in_4_bits_are_off_by_half_a_step(tokens: int, dim: int) -> None:
+    keys = some_keys(tokens=tokens, dim=dim)
+    found = reference.int4_keys(made("KEY_INT4", keys).storage, BLOCKS)
+    off = keys - keys.mean(2, keepdim=True)
+    step = (off.amax(3) - off.amin(3)) / 15
+    assert ((found - keys).abs().amax(3) <= step / 2 + 0.04).all()  # and by the roundings of 40 and of the step to float16
+
+
+def test_signs_are_of_the_difference_to_the_mean_key() -> None:
+    keys = some_keys(tokens=20, dim=24)
+    found = reference.sign_keys(made("KEY_INT4", keys).storage, BLOCKS)
+    mean = keys.mean(2, keepdim=True).half().float()
+    expected = mean + torch.where(keys >= mean, 1, -1) * (keys - mean).abs().mean(3, keepdim=True)
+    assert close(found, expected)
+
+
+def test_keys_in_4_bits_tell_each_blocks_share_of_the_softmax() -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2) * 2
+    assert (made("KEY_INT4", keys).scores(q, SCALE) - masses(keys, q)).abs().max() < 0.1 * masses(keys, q).max()
+
+
+def test_only_the_shortlist_is_scored() -> None:
+    scores = made("KEY_INT4", some_keys()).scores(numbers(ROWS, HEADS, DIM, seed=2), SCALE, 3)
+    assert (scores.isfinite().sum(1) >= 9).all()
+    assert (scores.isfinite().sum(1) <= 15).all()
+    assert (scores.clamp_min(0).sum(1) - HEADS).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+def test_the_best_blocks_are_chosen_in_ascending_order(anchor_type: str) -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    anchors = made(anchor_type, keys)
+    picks = anchors.select(q, SCALE, 5)
+    assert picks.dtype is torch.int32
+    assert picks.equal(anchors.scores(q, SCALE, 5).topk(5).indices.sort(1).values.int())
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+def test_rows_of_a_sequence_choose_together_by_the_sum_of_their_scores(anchor_type: str) -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    anchors = made(anchor_type, keys)
+    picks = anchors.select(q, SCALE, 8, shared=2)  # KEY_INT4's shortlist is all 24 blocks
+    together = anchors.scores(q, SCALE).view(2, 2, BLOCKS).sum(1)
+    assert picks[0].equal(picks[1])
+    assert picks[2].equal(picks[3])
+    assert picks[::2].equal(together.topk(8).indices.sort(1).values.int())
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+@pytest.mark.parametrize("shared", [0, 2])
+def test_only_allowed_blocks_are_chosen(anchor_type: str, shared: int) -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    allowed = torch.zeros(ROWS, BLOCKS, dtype=torch.bool)
+    allowed[:, 4:16] = True
+    allowed[1, 10:] = False
+    anchors = made(anchor_type, keys)
+    picks = anchors.select(q, SCALE, 4, shared=shared, allowed_RM=allowed)
+    assert picks.shape == (ROWS, 4)
+    assert allowed.gather(1, picks.long()).all()
+    if shared:
+        assert picks[0].equal(picks[1])
+    assert anchors.select(q, SCALE, 99, shared=shared, allowed_RM=allowed).shape == (ROWS, 6)
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+def test_of_equal_blocks_the_later_ones_are_chosen(anchor_type: str) -> None:
+    keys = some_keys(1).expand(-1, BLOCKS, -1, -1)
+    picks = made(anchor_type, keys).select(numbers(ROWS, HEADS, DIM, seed=2), SCALE, 3)
+    assert picks.tolist() == [[BLOCKS - 3, BLOCKS - 2, BLOCKS - 1]] * ROWS
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+@pytest.mark.parametrize("count", [BLOCKS, BLOCKS + 7])
+def test_all_blocks_are_the_choice_where_that_many_are_asked_for(anchor_type: str, count: int) -> None:
+    picks = made(anchor_type, some_keys()).select(numbers(ROWS, HEADS, DIM, seed=2), SCALE, count)
+    assert picks.tolist() == [list(range(BLOCKS))] * ROWS
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+def test_blocks_can_come_one_after_another_and_be_taken_back(anchor_type: str) -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2)
+    whole, grown = made(anchor_type, keys), Anchors(anchor_type, 2, ROWS, BLOCKS, TOKENS, DIM)
+    grown.add(keys[:, :7])
+    grown.add(-keys[:, 7:12])
+    grown.truncate(7)
+    assert grown.blocks == 7
+    assert grown.scores(q, SCALE).shape == (ROWS, 7)
+    for block in range(7, BLOCKS):
+        grown.add(keys[:, block : block + 1])
+    assert grown.scores(q, SCALE).equal(whole.scores(q, SCALE))
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+def test_memory_is_what_the_layout_says(anchor_type: str) -> None:
+    assert Anchors(anchor_type, 3, 2, 5, 20, 24).nbytes == 2 * 5 * anchor_bytes(anchor_type, 3, 20, 24)
+
+
+@pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
+@pytest.mark.parametrize("wrong", [70000.0, -70000.0, math.inf, math.nan])
+def test_numbers_beyond_float16_are_refused_and_nothing_is_added(anchor_type: str, wrong: float) -> None:
+    keys = some_keys(3)
+    keys[1, 2, 7, 5] = wrong
+    anchors = Anchors(anchor_type, 2, ROWS, 9, TOKENS, DIM)
+    anchors.add(some_keys(4))
+    with pytest.raises(KtoptError, match=rf"token 7 in block 6, row 1, has {wrong:g}"):
+        anchors.add(keys)
+    assert anchors.blocks == 4
+
+
+def test_what_does_not_fit_is_refused_with_the_sizes() -> None:
+    anchors, q = made("QUEST", some_keys()), numbers(ROWS, HEADS, DIM)
+    for message, call in {
+        "MEAN is no type of anchors": lambda: Anchors("MEAN", 1, 1, 1, 1, 1),
+        "can't keep 33 keys of a block of 32": lambda: Anchors("FIXED", 33, 1, 1, 32, 64),
+        "no anchors of 1 blocks of 0 tokens": lambda: Anchors("QUEST", 2, 1, 1, 0, 64),
+        "are no blocks of 32 tokens with 64": lambda: anchors.add(some_keys(tokens=16)),
+        "room for the anchors of 24 blocks, and 24 \\+ 1": lambda: anchors.add(some_keys(1)),
+        "the importance \\[4\\] isn't that of": lambda: Anchors("DYNAMIC", 1, 4, 1, 32, 64).add(some_keys(1), torch.zeros(4)),
+        "don't fit anchors of 4 rows": lambda: anchors.select(q[:2], SCALE, 3),
+        "must be more than 0": lambda: anchors.select(q, -1.0, 3),
+        "4 rows can't choose together in groups of 3": lambda: anchors.select(q, SCALE, 3, shared=3),
+        "allowed blocks \\[4, 3\\]": lambda: anchors.select(q, SCALE, 3, allowed_RM=torch.ones(4, 3, dtype=torch.bool)),
+        "-1 blocks can't be chosen": lambda: anchors.select(q, SCALE, -1),
+    }.items():
+        with pytest.raises(KtoptError, match=message):
+            call()
