@@ -60,7 +60,7 @@ def quantize(numbers_ND: torch.Tensor, kind: str) -> torch.Tensor:
     groups = numbers_ND.float().unflatten(-1, (-1, GROUP))
     if kind == "Q8_0":
         scales = groups.abs().amax(-1, keepdim=True) / 127
-            return _with_scales(scales, _away_from_zero(groups * inverse).to(torch.int8))
+        return _with_scales(scales, _away_from_zero(groups * _inverse(scales)).to(torch.int8))
     scales = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
     steps = (groups * _inverse(scales) + 8.5).to(torch.uint8).clamp(max=15)
     return _with_scales(scales, steps[..., :16] | steps[..., 16:] << 4)
