@@ -15,9 +15,10 @@ from ktopt.diagnostics import UsageError
 from ktopt.source import SourceFile
 
 if TYPE_CHECKING:
+    from ktopt.config import Config
     from ktopt.placement import Hardware
 
-OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size")
+OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config")
 """Keyword arguments of check and compile."""
 
 
@@ -76,8 +77,15 @@ def model_given(model: Any) -> Any:
 
 
 def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """device, dtype, hardware, remap and chunk_size as PlanOptions takes them; what isn't given is left out."""
-    read = {"device": _device, "dtype": _dtype, "hardware": _hardware, "remap": remap_given, "chunk_size": _count}
+    """device, dtype, hardware, remap, chunk_size and config as PlanOptions takes them; what isn't given is left out."""
+    read = {
+        "device": _device,
+        "dtype": _dtype,
+        "hardware": _hardware,
+        "remap": remap_given,
+        "chunk_size": _count,
+        "config": config_given,
+    }
     return {name: read[name](value) for name, value in options.items() if value is not None}
 
 
@@ -85,6 +93,20 @@ def _count(number: Any) -> int:
     if isinstance(number, int) and not isinstance(number, bool):
         return number
     raise UsageError(f"chunk_size is a number of tokens, not {_what(number)}")
+
+
+def config_given(config: Any) -> Config:
+    """A long-context config, or the path of one. CompileError, whose report has the findings, for a file that can't be one."""
+    from ktopt.config import Config
+
+    if isinstance(config, Config):
+        return config
+    path = _path(config)
+    if not path:
+        raise UsageError(f"config is the path of a config.yaml, or a ktopt.config.Config, not {_what(config)}")
+    from ktopt.config_file import read_config
+
+    return read_config(path)
 
 
 def remap_given(remap: Any) -> dict[str, str]:

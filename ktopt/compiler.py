@@ -67,6 +67,7 @@ def run_stages(
     hardware: Hardware | str | Path | None = None,
     remap: Mapping[str, str] | str | None = None,
     chunk_size: int | None = None,
+    config: Any = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -77,7 +78,7 @@ def run_stages(
     read, UsageError for arguments that can't be meant (arguments.py says what each may be).
     """
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
-    asked = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size}
+    asked = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config}
     given = options_given(asked)
     options = None
     if given:
@@ -146,8 +147,8 @@ def _stored(
 
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
-    """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size, as
-    run_stages'."""
+    """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size,
+    config, as run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 

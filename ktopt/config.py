@@ -4,17 +4,17 @@
     long_context:  {max_seq_len: 139000, block_size: 128, ...}
     kvc2:          {gpu_only: false, cpu_memory_size_GB: 64, ...}
 
-Keys are as KTransformers' users write them. config_file.py reads a file and says what is wrong with it; the JSON Schema is made
-from these classes. In this version a config is read and checked, and nothing runs by it yet.
+Keys are as KTransformers' users write them. Native rule files may have the last two sections too. config_file.py reads a file and
+says what is wrong with it; schema.py makes JSON Schemas of these classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from ktopt.operator import OperatorConfig, option
-from ktopt.schema import DRAFT, options_schema
+from ktopt.operator import OperatorConfig, describe_type, field_types, is_a, nearest, option
 
 AnchorType = Literal["DYNAMIC", "FIXED", "BLOCK_MEAN", "BLOCK_MAX", "QUEST", "KEY_INT4"]
 KvType = Literal["FP16", "BF16", "FP32", "Q8_0", "Q4_0"]
@@ -73,15 +73,27 @@ class CacheSettings(OperatorConfig):
     utilization_percentage: float = option(1.0, help="share of the device's memory that the cache may take", minimum=0, maximum=1)
     cpu_memory_size_GB: float = option(64, help="bytes that the cache may take in main memory", minimum=0)
     disk_path: str | None = option(None, help="folder for blocks that fit neither; without it none go to disk")
+    disk_size_GB: float | None = option(
+        None, help="bytes that the cache, kept prefixes included, may take there; by default what is free", minimum=0
+    )
+    prefix_reuse: bool = option(
+        False, help="keep the blocks of prompts under disk_path, for later sessions whose prompts begin with the same tokens"
+    )
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole config.yaml. Values are as they are used: lengths in whole blocks, `anchor_num` and `token_step` settled."""
+    """A whole config.yaml. Values are as they are used: lengths in whole blocks, `anchor_num` and `token_step` settled.
+
+    given   what the file itself says, by section and by the fields' names
+    found   nobody named the file: it lay where configs are looked for, and a rule file's own sections go before it
+    """
 
     model: ModelSettings
     long_context: LongContextSettings = field(default_factory=LongContextSettings)
     kvc2: CacheSettings = field(default_factory=CacheSettings)
+    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, compare=False)
+    found: bool = field(default=False, compare=False)
 
 
 SECTIONS: dict[str, type[OperatorConfig]] = {
@@ -91,20 +103,113 @@ SECTIONS: dict[str, type[OperatorConfig]] = {
 }
 
 
+Sections = Mapping[str, Mapping[str, Any]]
+"""Settings as they are written, by section and by the fields' names."""
+
+
+def merged(config: Config | None, rules: Sections) -> dict[str, dict[str, Any]]:
+    """What a config and a rule file's sections say together: a config that was asked for goes before the rules, one that was found
+    after them."""
+    asked: Sections = config.given if config is not None else {}
+    first, last = (rules, asked) if config is not None and config.found else (asked, rules)
+    return {name: {**last.get(name, {}), **first.get(name, {})} for name in ("long_context", "kvc2")}
+
+
+def settings_problem(section: str, given: Mapping[str, Any]) -> str:
+    """What is wrong with settings that no file's check has seen, "" where nothing is."""
+    cls: Any = SECTIONS[section]
+    hints = field_types(cls)
+    for name, value in given.items():
+        if name not in hints:
+            near = nearest(name, hints)
+            return f"there is no `{name}`" + (f"; did you mean `{near}`?" if near else f"; there are {', '.join(hints)}")
+        if not is_a(value, hints[name]):
+            return f"`{name}` must be {describe_type(hints[name])}, not {value!r}"
+        if wrong := outside(value, cls.__dataclass_fields__[name].metadata):
+            return f"`{name}` must be {wrong}, not {value}"
+    return ""
+
+
+def outside(value: Any, meta: Mapping[str, Any]) -> str:
+    """What a number must be that isn't in its option's range, "" where it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    least, most = meta.get("minimum"), meta.get("maximum")
+    if (least is not None and value < least) or (most is not None and value > most) or value != value:
+        return f"from {least} to {most}" if most is not None else f"at least {least}"
+    return ""
+
+
+LENGTHS = ("max_seq_len", "local_windows_len")
+"""Fields of long_context that are rounded up to whole blocks."""
+
+
 def anchors_of(anchor_type: str) -> int | None:
     """How many anchors a type must have, None where any number will do: QUEST keeps a minimum and a maximum, FIXED and DYNAMIC keep
     as many keys as are asked for, and the others one."""
     return {"QUEST": 2, "FIXED": None, "DYNAMIC": None}.get(anchor_type, 1)
 
 
-def config_schema() -> dict[str, Any]:
-    """The JSON Schema of a config.yaml: types, choices and ranges. What concerns several keys at once is told by `ktopt check`."""
-    sections = {name: options_schema(cls, (cls.__doc__ or "").partition(": ")[2]) for name, cls in SECTIONS.items()}
-    return {
-        "$schema": DRAFT,
-        "title": "ktopt long-context config",
-        "type": "object",
-        "properties": sections,
-        "required": ["model"],
-        "additionalProperties": False,
-    }
+def sink_blocks(block_size: int) -> int:
+    """How many blocks at the beginning are always attended to: one, or as many as make 64 tokens where blocks are small."""
+    return 1 if block_size > 32 else 64 // block_size
+
+
+def settle(long: LongContextSettings) -> LongContextSettings:
+    """The settings with lengths in whole blocks, and with the defaults that hang on other keys."""
+    lengths = {name: -(-getattr(long, name) // long.block_size) * long.block_size for name in LENGTHS}
+    anchors = long.anchor_num or anchors_of(long.anchor_type) or 1
+    return replace(long, **lengths, anchor_num=anchors, token_step=long.token_step or 1)
+
+
+class Contradiction(NamedTuple):
+    """Settings of long_context that can't stand together.
+
+    keys   where to look for it: the field that is the likeliest to be changed, then others
+    sure   fields that must have been written, all of them, for it to be certain while others are still to be settled
+    """
+
+    message: str
+    help: str
+    keys: tuple[str, ...]
+    sure: tuple[str, ...]
+
+
+def contradictions(long: LongContextSettings) -> list[Contradiction]:
+    """What can't stand together in settled settings."""
+    found, block, wanted = [], long.block_size, anchors_of(long.anchor_type)
+    anchors = long.anchor_num or 1
+    if wanted is not None and anchors != wanted:
+        message = f"`anchor_type: {long.anchor_type}` needs `anchor_num: {wanted}`, not {anchors}"
+        found.append(Contradiction(message, f"write {wanted}, or delete the key", ("anchor_num",), ("anchor_type", "anchor_num")))
+    elif anchors > block:
+        message = f"a block of {block} tokens has no {anchors} keys to stand for it"
+        help = "make `anchor_num` smaller, or blocks larger"
+        found.append(Contradiction(message, help, ("anchor_num",), ("anchor_num", "block_size")))
+    if long.kv_type in QUANTISED and block % GROUP:
+        message = f"`kv_type: {long.kv_type}` needs a `block_size` that is a multiple of {GROUP}, not {block}"
+        help = f"write {-(-block // GROUP) * GROUP}, or a `kv_type` that isn't quantised"
+        found.append(Contradiction(message, help, ("block_size", "kv_type"), ("kv_type", "block_size")))
+    return [*found, *_beyond_the_cache(long)]
+
+
+def _beyond_the_cache(long: LongContextSettings) -> list[Contradiction]:
+    """More blocks that are always kept than the cache holds."""
+    sink, window, capacity = sink_blocks(long.block_size), long.local_windows_len // long.block_size, capacity_blocks(long)
+    preselected = long.preselect_block_count if long.preselect_block else 0
+    if sink + window + preselected <= capacity:
+        return []
+    parts = f"the first {f'{sink} blocks' if sink > 1 else 'block'}, {window} of the local window"
+    parts += f" and {preselected} that are preselected" if preselected else ""
+    message = (
+        f"{parts} are {sink + window + preselected} blocks, and the cache holds {capacity} "
+        f"(`max_seq_len` of {long.max_seq_len} tokens)"
+    )
+    first = "preselect_block_count" if preselected else "local_windows_len"
+    help = "make `max_seq_len` larger, or the window and the choice smaller"
+    return [Contradiction(message, help, (first, "local_windows_len", "max_seq_len"), ("max_seq_len", "local_windows_len"))]
+
+
+def capacity_blocks(long: LongContextSettings) -> int:
+    """Blocks that the cache holds, for settled settings."""
+    return long.max_seq_len // long.block_size

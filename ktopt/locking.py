@@ -67,6 +67,8 @@ def _by_rule(difference: PlanDiff, ruleset: RuleSet, plan: Plan, start: Origin) 
         for rule, paths in _deciders(change, plan):
             origin = start if rule is None else ruleset.rules[rule].replace.origin
             found.setdefault(origin, []).extend(change.lines(paths))
+    if difference.settings:
+        found.setdefault(start, []).extend(line.removeprefix("~ ") for line in difference.settings)
     if not found:
         gone = [f"{path} is gone" for path in fold(difference.only_a)] + [f"{path} is new" for path in fold(difference.only_b)]
         lines = [*gone, *difference.transfers]

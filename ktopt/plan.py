@@ -115,7 +115,8 @@ def _with_text_keys(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every stage's result, complete before a module is touched."""
+    """Every stage's result, complete before a module is touched. `long_context` and `kvc2` are what the rule file's sections of
+    these names say, by the fields' names (config.py), and nothing that they leave out."""
 
     model: ModelRef
     rule_file: str
@@ -131,6 +132,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     ktopt_version: str = ""
     transformers_version: str = ""
+    long_context: Mapping[str, Any] = field(default_factory=dict)
+    kvc2: Mapping[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> Plan:
         """Itself: nothing in a plan changes. A model that is copied keeps its plan."""
@@ -139,7 +142,8 @@ class Plan:
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle, which can't write read-only mappings: with plain ones."""
         steps = tuple(step._replace(kwargs=dict(step.kwargs), runs=dict(step.runs)) for step in self.steps)
-        values = {**{f.name: getattr(self, f.name) for f in fields(self)}, "steps": steps, "remap": dict(self.remap)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: dict(values[name]) for name in ("remap", "long_context", "kvc2")} | {"steps": steps}
         return type(self), tuple(values.values())
 
     @cached_property

@@ -15,6 +15,7 @@ COMPARED = (
     "stored",
 )  # fmt: skip
 """Fields of a step that count as a difference. Which rule decided, and where it stands in its file, does not."""
+SECTIONS = ("long_context", "kvc2")
 PLACE = ("prefill_device", "generate_device", "replicas")
 """Those that don't count of a module that holds nothing and that no operator takes: there is nothing to place."""
 
@@ -36,23 +37,26 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """Differences from plan `a` to plan `b`: modules that only one has, fields that differ, transfers and the bytes per device."""
+    """Differences from plan `a` to plan `b`: modules that only one has, fields that differ, transfers, the bytes per device, and
+    settings of long_context and kvc2."""
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changes: tuple[Change, ...]
     transfers: tuple[str, ...]
     devices: tuple[tuple[str, int, int], ...]
+    settings: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
-        return not (self.only_a or self.only_b or self.changes or self.transfers)
+        return not (self.only_a or self.only_b or self.changes or self.transfers or self.settings)
 
     def render(self) -> str:
         """The difference as lines for a terminal; "" when there is none."""
         lines = [f"- {group}" for group in fold(self.only_a)] + [f"+ {group}" for group in fold(self.only_b)]
         lines += [f"~ {line}" for change in self.changes for line in change.lines()]
         lines.extend(self.transfers)
+        lines.extend(self.settings)
         if lines:
             lines.extend(f"  {device}: {a / 1e6:,.1f} MB -> {b / 1e6:,.1f} MB" for device, a, b in self.devices if a != b)
         return "\n".join(lines)
@@ -75,6 +79,7 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
         changes,
         _transfer_lines(a, b),
         tuple((d, totals_a.get(d, 0), totals_b.get(d, 0)) for d in dict.fromkeys((*totals_a, *totals_b))),
+        tuple(_setting_lines(a, b)),
     )
 
 
@@ -108,6 +113,14 @@ def _transfer_lines(a: Plan, b: Plan) -> tuple[str, ...]:
         return [f"{sign} transfer at the {t.side} of {t.path}: {t.source} to {t.target}" for t in plan.transfers if t in gone]
 
     return (*lines(a, b, "-"), *lines(b, a, "+"))
+
+
+def _setting_lines(a: Plan, b: Plan) -> Iterable[str]:
+    for section in SECTIONS:
+        before, after = getattr(a, section), getattr(b, section)
+        for name in dict.fromkeys((*before, *after)):
+            if before.get(name) != after.get(name):
+                yield f"~ {section}.{name} {_show(before.get(name))} -> {_show(after.get(name))}"
 
 
 def device_bytes(plan: Plan) -> dict[str, int]:

@@ -17,11 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ktopt.config import settings_problem
 from ktopt.diagnostics import KtoptError
 from ktopt.operator import describe_type
 from ktopt.placement import canonical_device
 from ktopt.plan import FORMAT, ModelRef, Plan, RuleRef, Step, Transfer
 
+SECTIONS = ("long_context", "kvc2")
+"""Fields that are left out where they are empty."""
 VERSION_FIELDS = ("ktopt_version", "transformers_version")
 MAX_PLAN_BYTES = 512 << 20
 _WHOLE_NUMBER = re.compile("0|[1-9][0-9]{0,9}")
@@ -33,7 +36,8 @@ class PlanFileError(KtoptError):
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain JSON values, in a fixed order."""
-    return {"format": FORMAT, **{f.name: _plain(getattr(plan, f.name)) for f in fields(Plan)}}
+    values = {f.name: _plain(getattr(plan, f.name)) for f in fields(Plan)}
+    return {"format": FORMAT, **{name: value for name, value in values.items() if value or name not in SECTIONS}}
 
 
 def _plain(value: Any) -> Any:
@@ -181,6 +185,9 @@ def _free(value: Any, where: str) -> Any:
 
 
 def _check_plan(plan: Plan, where: str) -> None:
+    for name in SECTIONS:
+        if problem := settings_problem(name, getattr(plan, name)):
+            raise PlanFileError(f"{where}: {name}: {problem}")
     _check_devices((plan.default_device,), f"{where}: default_device")
     for step in plan.steps:
         _check_devices((step.generate_device, step.prefill_device, *step.replicas), f"{where}: {step.path}")

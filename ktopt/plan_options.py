@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ktopt.config import Config
 from ktopt.diagnostics import UsageError
 from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
 from ktopt.ruleset import RuleSet
@@ -18,6 +19,7 @@ class PlanOptions:
     dtype    what floating-point weights are held in; None leaves it to the rule file, then to the model's config
     hardware the machine planned for; None when unknown
     chunk_size  tokens of a prompt that attention takes at a time, instead of what rules say; None leaves it to them
+    config   a long-context config, whose sections join the rule file's
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
@@ -25,6 +27,7 @@ class PlanOptions:
     dtype: str | None = None
     hardware: Hardware | None = None
     chunk_size: int | None = None
+    config: Config | None = None
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

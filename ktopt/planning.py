@@ -13,6 +13,7 @@ from typing import Any
 
 from ktopt import __version__
 from ktopt.below import check_below
+from ktopt.config import merged
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph, main_dtype, model_dtype
 from ktopt.kept import Kept, kept, kept_types, tied
@@ -76,6 +77,8 @@ def make_plan(
         notes=planner.notes(),
         ktopt_version=__version__,
         transformers_version=installed("transformers"),
+        long_context=planner.settings["long_context"],
+        kvc2=planner.settings["kvc2"],
     )
 
 
@@ -105,6 +108,7 @@ class _Planner:
         default = find("default")
         assert default is not None
         self.default = default
+        self.settings = merged(options.config, {"long_context": ruleset.long_context, "kvc2": ruleset.kvc2})
         self.splits_prefill = False
         self.rulings: dict[tuple[Any, ...], _Ruling] = {}
 
@@ -275,8 +279,8 @@ class _Planner:
                 changes[f.name] = generate
             elif f.name == "prefill_device":
                 changes[f.name] = prefill
-            elif f.name == "chunk_size" and self.options.chunk_size and not f.metadata.get("ignored"):
-                changes[f.name] = self.options.chunk_size
+            elif f.name == "chunk_size" and not f.metadata.get("ignored"):
+                changes[f.name] = self._chunk_size(value, f.name in rule.replace.given)
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
             elif f.metadata.get("device") and isinstance(value, str):
@@ -294,6 +298,14 @@ class _Planner:
                     if f.name == "generate_op" and not self.options.remap:
                         self._check_op(rule, spec.ops[value], chosen, generate)
         return dataclasses.replace(config, **changes), runs
+
+    def _chunk_size(self, value: Any, given: bool) -> Any:
+        """Tokens of a prompt at a time: what was asked for beside the rules, else a rule's kwarg, else what `long_context` says,
+        else the operator's own number."""
+        config, asked = self.options.config, self.options.chunk_size
+        if not asked and config is not None and not config.found:
+            asked = config.given.get("long_context", {}).get("chunk_size")
+        return asked or (value if given else self.settings["long_context"].get("chunk_size", value))
 
     def _young_enough(self, rule: Rule, spec: OperatorSpec, op: Op, kwarg: str, device: str) -> Op:
         """The op, or a counterpart where nobody asked for it and the machine's device is too old for it; KT406 where a rule did."""

@@ -80,6 +80,7 @@ class RuleSet:
     dtype           the dtype that weights are dequantised to, if the file says so
     default_device  where unplaced modules go: cuda:0 for list files (as upstream), cpu for native ones
     architectures   what it was written for; empty means any
+    long_context, kvc2   what a native file's sections of these names say, as config.py has them, by the fields' names
     """
 
     form: str
@@ -93,6 +94,8 @@ class RuleSet:
     default_device: str = "cpu"
     origin: Origin | None = None
     default_device_origin: Origin | None = None
+    long_context: Mapping[str, Any] = field(default_factory=dict)
+    kvc2: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def asks_storage(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ktopt import registry
+from ktopt.config import SECTIONS
 from ktopt.operator import OperatorConfig, OperatorSpec, field_types
 from ktopt.placement import DTYPES
 from ktopt.plan import FORMAT, Plan, Step
@@ -145,6 +146,24 @@ def plan_schema() -> dict[str, Any]:
     }
 
 
+def config_schema() -> dict[str, Any]:
+    """The JSON Schema of a config.yaml: types, choices and ranges. What concerns several keys at once is told by `ktopt check`."""
+    return {
+        "$schema": DRAFT,
+        "title": "ktopt long-context config",
+        "type": "object",
+        "properties": {name: section_schema(name) for name in SECTIONS},
+        "required": ["model"],
+        "additionalProperties": False,
+    }
+
+
+def section_schema(name: str) -> dict[str, Any]:
+    """The schema of a config's section, which a native rule file may have too."""
+    section = SECTIONS[name]
+    return options_schema(section, (section.__doc__ or "").partition(": ")[2])
+
+
 def ruleset_schema() -> dict[str, Any]:
     """The schema of a rule file, either form: a list of rules, or a mapping with `rules`."""
     specs = registry.specs()
@@ -163,6 +182,8 @@ def ruleset_schema() -> dict[str, Any]:
         "rules": {"type": "array", "items": {"$ref": "#/definitions/nativeRule"}},
         "dtype": {"enum": list(DTYPES), "description": "what weights are dequantised to"},
         "default_device": device,
+        "long_context": section_schema("long_context"),
+        "kvc2": section_schema("kvc2"),
     }
     return {
         "$schema": DRAFT,

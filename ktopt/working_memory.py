@@ -38,10 +38,10 @@ class DeviceMemory:
 
 
 def prompt_piece(plan: Plan) -> int | None:
-    """Tokens of a prompt that pass the model at a time: the least chunk_size of its attention and its layers; None for the whole
-    prompt."""
+    """Tokens of a prompt that pass the model at a time: the least chunk_size of its attention and its layers, else that of
+    `long_context`; None for the whole prompt."""
     sizes = [step.kwargs.get("chunk_size") for step in plan.steps if step.role == "layer" or _spec_working(step) is not None]
-    return min((size for size in sizes if isinstance(size, int)), default=None)
+    return min((size for size in sizes if isinstance(size, int)), default=plan.long_context.get("chunk_size"))
 
 
 def working_memory(plan: Plan, context: int, chunk_size: int | None = None) -> list[DeviceMemory]:

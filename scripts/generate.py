@@ -18,10 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() not in (ROOT, ROOT / "scripts")]
 
 from ktopt.codes import render_codes  # noqa: E402
-from ktopt.config import config_schema  # noqa: E402
 from ktopt.operator import REGISTERED, Op, OperatorSpec, describe_type, field_types  # noqa: E402
 from ktopt.operators import DECLARATIONS  # noqa: E402
-from ktopt.schema import operator_schema, plan_schema, ruleset_schema  # noqa: E402
+from ktopt.schema import config_schema, operator_schema, plan_schema, ruleset_schema  # noqa: E402
 
 
 def catalogue() -> dict[str, str]:

@@ -15,10 +15,11 @@ import yaml
 from rulefiles import CASES, needs_cases
 
 from ktopt.cli import main
-from ktopt.config import Config, config_schema
+from ktopt.config import Config
 from ktopt.config_file import check_config, is_config, read_config
 from ktopt.diagnostics import CompileError, Diagnostic, Report, Severity
 from ktopt.parse import parse
+from ktopt.schema import config_schema
 from ktopt.source import SourceFile
 
 MODEL = "model: {name_or_path: smollm2-135m}\n"

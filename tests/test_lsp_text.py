@@ -323,3 +323,15 @@ def test_the_settings_that_the_docs_show_are_what_they_say() -> None:
     assert list(schemas["yaml.schemas"].values()) == [["rules/**/*.yaml"]]
     (modeline,) = [text for text in blocks("yaml") if "model=" in text]
     assert wanted(Project(), Path("/nonexistent"), modeline)[0] == ("deepseek-v3", "kimi-k2")
+
+
+@pytest.mark.parametrize(("text", "offered", "left_out"), [
+    ("version: 1\nlong_context:\n  block_size: 64\n  |", {"max_seq_len", "anchor_type"}, {"block_size", "disk_path"}),
+    ("version: 1\nkvc2:\n  d|", {"disk_path", "cpu_memory_size_GB"}, {"block_size"}),
+    ("version: 1\nlong_context:\n  anchor_type: |", {"QUEST", "KEY_INT4"}, {"FP16"}),
+    ("version: 1\nkvc2: {gpu_only: |", {"true", "false"}, set()),
+])  # fmt: skip
+def test_settings_of_long_contexts_are_completed(text: str, offered: set[str], left_out: set[str]) -> None:
+    labels = {choice.label for choice in complete(Text(text.replace("|", "")), text.index("|"), Around({}, {}, Path()))}
+    assert offered <= labels
+    assert not left_out & labels

@@ -20,7 +20,7 @@ WIDTH = 100
 """A list or mapping in brackets stays on one line of at most so many characters."""
 
 ORDER = {
-    "top": ("version", "architectures", "import", "dtype", "default_device", "long_context", "let", "place", "rules"),
+    "top": ("version", "architectures", "import", "dtype", "default_device", "long_context", "kvc2", "let", "place", "rules"),
     "list rule": keys.LIST_RULE,
     "native rule": keys.NATIVE_RULE,
     "match": keys.MATCH,

@@ -96,6 +96,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_config(parser: argparse.ArgumentParser, else_used: str = "") -> None:
+    """--config, the long-context config."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="a long-context config.yaml, whose sections go before those of the rule file" + else_used
+    )
+
+
 def rules_argument(text: str, stdin_name: str | None = None) -> str | SourceFile:
     """The rule file that a command line names: a path, "-" for standard input, or a shipped set such as smollm2/cpu."""
     if text == "-":
@@ -170,6 +177,7 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "remap": remap_argument(args.remap),
         "chunk_size": args.chunk_size,
+        "config": getattr(args, "config", None),
     }
 
 

@@ -6,7 +6,16 @@ import argparse
 import sys
 
 from ktopt.cli.findings import at_least, count, print_report
-from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options, write_text
+from ktopt.cli.options import (
+    add_config,
+    add_force,
+    add_model,
+    add_target,
+    model_argument,
+    rules_argument,
+    stage_options,
+    write_text,
+)
 from ktopt.cli.terminal import columns, style_of
 from ktopt.compiler import Compilation, run_stages
 from ktopt.diagnostics import KtoptError, Severity, UsageError
@@ -23,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_target(parser)
     add_force(parser)
+    add_config(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON, for ktopt apply and ktopt diff")
     parser.add_argument("--lock", action="store_true", help="write RULES.lock.json, which ktopt check --locked compares with")

@@ -10,20 +10,37 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ktopt import registry
 from ktopt.codes import CODES
+from ktopt.config import SECTIONS
 from ktopt.lsp import meanings
 from ktopt.lsp.complete_paths import Graphs, Next, class_counts, in_regex, in_selector, times
 from ktopt.lsp.cursor import Cursor, comment_column, cursor_at, let_lines, read_line, unquoted
-from ktopt.lsp.operator_text import is_device, op_page, operator_page, option_field, option_page, option_type, option_values, specs
+from ktopt.lsp.operator_text import (
+    is_device,
+    op_page,
+    operator_page,
+    option_field,
+    option_page,
+    option_type,
+    option_values,
+    setting_page,
+    setting_type,
+    setting_values,
+    specs,
+)
 from ktopt.lsp.place import names_operator, names_selector, operator_of
 from ktopt.lsp.text import Text
 from ktopt.models.shipped import known_models
+from ktopt.operator import option_names
 from ktopt.placement import DTYPES
 from ktopt.validate import keys as rule_keys
 
 MOST_FILES = 100
+OPENS = ("match", "replace", "kwargs", "rules", "let", "place", "import", *rule_keys.SECTIONS)
+"""Keys whose values stand on lines of their own."""
 _DEVICE = re.compile(r"\b(?:cuda|npu|xpu):\d+\b")
 _IN_IGNORE = re.compile(r"#\s*ktopt:\s*ignore\s*\[([^\]]*)$")
 _IN_MODELINE = re.compile(r"#\s*ktopt:\s*models?\s*=\s*(?:[^,]*,)*\s*([^\s,]*)$")
@@ -123,6 +140,8 @@ class _Completion:
             return self.known(meanings.REPLACE_KEYS, rule_keys.REPLACE)
         if path[-1:] == ("kwargs",):
             return self.kwargs()
+        if path in (("long_context",), ("kvc2",)):
+            return self.settings(path[0])
         if path == ("place",):
             return [
                 c for c in self.devices() if unquoted(c.insert) not in self.cursor.beside or unquoted(c.insert) == self.cursor.token
@@ -158,7 +177,9 @@ class _Completion:
 
     def key(self, name: str, text: str, rank: int = 5, detail: str = "") -> Choice:
         ends = self.text.text[self.cursor.end : self.cursor.end + 2].startswith((":", '":', "':"))
-        opens = name in ("match", "replace", "kwargs", "rules", "let", "place", "import") and "\n" in self.after()
+        opens = (
+            name in ("match", "replace", "kwargs", "rules", "let", "place", "import", *rule_keys.SECTIONS) and "\n" in self.after()
+        )
         return self.choice(name, "key", detail, text, insert=name if ends else f"{name}:" if opens else f"{name}: ", rank=rank)
 
     def after(self) -> str:
@@ -174,8 +195,17 @@ class _Completion:
         left = [f.name for f in fields(spec.config) if f.name not in given]
         return [self.key(name, option_page(spec, name), rank, option_type(spec, name)) for rank, name in enumerate(left)]
 
+    def settings(self, section: str) -> list[Choice]:
+        config: Any = SECTIONS[section]
+        names = option_names(config)
+        given = {names.get(key) for key in self.cursor.beside if key != self.cursor.token}
+        left = [f.name for f in fields(config) if f.name not in given]
+        return [self.key(name, setting_page(section, name), rank, setting_type(section, name)) for rank, name in enumerate(left)]
+
     def values(self, key: str) -> list[Choice]:
         c = self.cursor
+        if c.path in (("long_context",), ("kvc2",)):
+            return [self.choice(value, "value") for value in setting_values(c.path[0], key)]
         if names_operator(c):
             return self.operators()
         if names_selector(c):

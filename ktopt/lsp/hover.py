@@ -12,7 +12,7 @@ from ktopt.lsp.analysis import Analysis
 from ktopt.lsp.complete import written_lets
 from ktopt.lsp.complete_paths import class_counts, times
 from ktopt.lsp.cursor import Cursor, comment_column, cursor_at
-from ktopt.lsp.operator_text import op_page, operator_page, option_field, option_page
+from ktopt.lsp.operator_text import op_page, operator_page, option_field, option_page, setting_page
 from ktopt.lsp.place import about_match, names_operator, names_selector, operator_of
 from ktopt.lsp.rules import Known, describe, lets_of, selected
 from ktopt.lsp.text import Text
@@ -77,6 +77,8 @@ def _key(cursor: Cursor) -> str:
     if path in (("-",), ("rules", "-")):
         known = rule_keys.NATIVE_RULE if path[0] == "rules" else rule_keys.LIST_RULE
         return _meaning(name, meanings.RULE_KEYS) if name in known else ""
+    if path in (("long_context",), ("kvc2",)):
+        return setting_page(path[0], name)
     if path[-1:] == ("match",):
         return _meaning(name, meanings.MATCH_KEYS)
     if path[-1:] == ("replace",):
@@ -99,6 +101,8 @@ def _value(cursor: Cursor, key: str, now: Analysis) -> str:
         field = option_field(spec, key)
         op = spec.ops.get(cursor.token) if field is not None and field.metadata.get("op") else None
         return op_page(op) if op is not None else option_page(spec, key)
+    if cursor.path in (("long_context",), ("kvc2",)):
+        return setting_page(cursor.path[0], key)
     if cursor.path[-1:] == ("match",) and key == "class":
         return _class(cursor.token, now)
     return ""

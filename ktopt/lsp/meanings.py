@@ -28,6 +28,8 @@ TOP_KEYS = {
     "rules": "the rules: of those that match a module, the first decides",
     "dtype": "what floating-point weights are held in",
     "default_device": "where modules go that nothing places",
+    "long_context": "dynamic block attention: the cache's blocks, and which of them are attended to",
+    "kvc2": "where blocks of the cache may lie, and how many",
 }
 FIELDS = {
     "path": "the module's whole path; `~ /regex/` must fit all of it",

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ktopt import registry
+from ktopt.config import SECTIONS
 from ktopt.operator import Op, OperatorSpec, describe_type, field_types, option_names
 
 
@@ -28,7 +29,7 @@ def operator_page(spec: OperatorSpec) -> str:
     """All that there is to know of an operator."""
     facts = (("Replaces", ", ".join(spec.roles) or "any module"), ("In KTransformers", spec.upstream), ("Lost here", spec.lost))
     parts = [f"**{spec.name}**", sentence(spec.summary), "\n".join(f"- {name}: {text}" for name, text in facts if text)]
-    options = [f"- `{name}`: {text}" for name, text in _options(spec)]
+    options = [f"- `{name}`: {text}" for name, text in _options(spec.config)]
     if options:
         parts.append("**kwargs**\n\n" + "\n".join(options))
     if spec.ops:
@@ -52,10 +53,32 @@ def option_page(spec: OperatorSpec, name: str) -> str:
     """A kwarg's page, by any of its spellings."""
     field = option_field(spec, name)
     assert field is not None
-    text = dict(_options(spec))[field.name]
-    values = [value for value in option_values(spec, name) if value != "null"]
-    listed = ", ".join(f"`{value}`" for value in values)
-    return f"**{field.name}** of {spec.name}\n\n{text}" + (f"\n\nOne of {listed}" if listed else "")
+    return _page(field.name, spec.name, dict(_options(spec.config))[field.name], option_values(spec, name))
+
+
+def _page(name: str, owner: str, text: str, values: list[str]) -> str:
+    listed = ", ".join(f"`{value}`" for value in values if value != "null")
+    return f"**{name}** of {owner}\n\n{text}" + (f"\n\nOne of {listed}" if listed else "")
+
+
+def setting_page(section: str, name: str) -> str:
+    """The page of a setting of `long_context` or `kvc2`, by any of its spellings; "" where there is no such."""
+    config: Any = SECTIONS[section]
+    known = option_names(config).get(name)
+    return _page(known, section, dict(_options(config))[known], setting_values(section, name)) if known else ""
+
+
+def setting_type(section: str, name: str) -> str:
+    """What a setting takes, in a few words."""
+    config: Any = SECTIONS[section]
+    return describe_type(field_types(config)[name])
+
+
+def setting_values(section: str, name: str) -> list[str]:
+    """The values that a setting can have, as option_values."""
+    config: Any = SECTIONS[section]
+    known = option_names(config).get(name)
+    return list(dict.fromkeys(_values(field_types(config)[known]))) if known else []
 
 
 def option_type(spec: OperatorSpec, name: str) -> str:
@@ -67,9 +90,8 @@ def option_type(spec: OperatorSpec, name: str) -> str:
     return f"an op of {spec.name}" if field.metadata.get("op") else describe_type(field_types(config)[field.name])
 
 
-def _options(spec: OperatorSpec) -> Iterator[tuple[str, str]]:
-    """Each kwarg, and what there is to say of it."""
-    config: Any = spec.config
+def _options(config: Any) -> Iterator[tuple[str, str]]:
+    """Each option, and what there is to say of it."""
     for field in dataclasses.fields(config):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         default = "required" if required else f"default `{json.dumps(field.default)}`"

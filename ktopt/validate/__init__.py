@@ -56,6 +56,7 @@ class _Reader:
     lets: list[tuple[str, Selector, Origin]] = field(default_factory=list)
     scopes: dict[int, Lets] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
+    blocks: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in keys.SECTIONS})
 
     def document(self, document: Document) -> None:
         shape = Shape(document.source.path, self.report)
@@ -110,11 +111,12 @@ class _Reader:
         self.read.add(id(document))
         shape.keys(top, keys.TOP, keys.TOP_ELSEWHERE)
         lets = self.scope(document)
-        holds = {key.value for key, _ in top} & {"rules", "place", "import", "let"}
+        holds = {key.value for key, _ in top} & {"rules", "place", "import", "let", *keys.SECTIONS}
         if not holds and not any(d.file == shape.file for d in self.report.errors):
             at = top.entries[0][0] if top.entries else top
             shape.error("KT203", "`rules` is missing", at, help="write `rules:` and a list of rules")
         self.settings(shape, top)
+        self.sections(shape, top)
         rules = top.get("rules")
         if isinstance(rules, Sequence):
             self.rule_list(shape, rules, native=True, lets=lets)
@@ -191,7 +193,7 @@ class _Reader:
             self.places.append(Place(name, selector, shape.origin(device)))
 
     def settings(self, shape: Shape, top: Mapping) -> None:
-        """version, architectures, dtype, default_device, long_context."""
+        """version, architectures, dtype, default_device."""
         version = top.get("version")
         if version is None:
             at = top.entries[0][0] if top.entries else top
@@ -214,9 +216,22 @@ class _Reader:
             device = read_device(shape.inside("default_device"), node)
             if "default_device" not in self.said:
                 self.said["default_device"], self.default_device_origin = device, shape.origin(node)
-        if (key := top.key("long_context")) is not None:
-            help = "delete the mapping; attention is transformers' own"
-            shape.error("KT208", "`long_context` isn't available in this version", key, help=help)
+
+    def sections(self, shape: Shape, top: Mapping) -> None:
+        """long_context and kvc2. What a file says goes before what its imports say, key by key."""
+        for name in keys.SECTIONS:
+            if (node := top.get(name)) is None:
+                continue
+            from ktopt.config import LongContextSettings
+            from ktopt.validate.settings import SectionReader, check_together
+
+            section = shape.mapping(node, name, "its keys")
+            values = SectionReader(shape, name, section).read() if section is not None else None
+            if values is None or section is None:
+                continue
+            if name == "long_context":
+                check_together(shape.inside(name), section, LongContextSettings(**values), values, whole=False)
+            self.blocks[name] = {**values, **self.blocks[name]}
 
     def ruleset(self, document: Document) -> RuleSet:
         digest = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
@@ -233,4 +248,5 @@ class _Reader:
             default_device=device,
             origin=document.origin(document.root) if document.root is not None else None,
             default_device_origin=self.default_device_origin,
+            **self.blocks,
         )

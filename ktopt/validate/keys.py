@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-TOP = ("version", "architectures", "import", "let", "place", "rules", "dtype", "default_device", "long_context")
+TOP = ("version", "architectures", "import", "let", "place", "rules", "dtype", "default_device", "long_context", "kvc2")
+SECTIONS = ("long_context", "kvc2")
+"""Those of the top that hold settings, as a config has them."""
 LIST_RULE = ("match", "replace", "recursive")
 NATIVE_RULE = ("id", "match", "replace", "kwargs", "when", "expect", "recursive")
 MATCH = ("name", "class")
