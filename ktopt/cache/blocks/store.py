@@ -1,0 +1,153 @@
+"""A cache's blocks over the tiers of a machine: a device pool and a host pool in memory, and files on disk.
+
+A block of T tokens has one part for each row of each layer, and parts move by themselves: what one row selects needn't be what
+another does. Kernels read parts in place, at `addresses`. On a machine whose device is its CPU both pools are main memory, and a
+part is read from either, so that it never moves between them.
+
+One thread calls a store. Legend: L layers, R rows, M blocks at most, K picks of a row, N bytes of a part, S some parts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ktopt.cache.blocks.layout import BlockLayout
+from ktopt.cache.blocks.pools import Budget, Pools
+from ktopt.cache.blocks.residency import KNOWN, PART_INDEX_BYTES, Residency
+from ktopt.cache.blocks.statistics import CacheStatistics, megabytes
+from ktopt.diagnostics import KtoptError
+
+NONE = np.zeros(0, dtype=np.int64)
+
+
+class BlockStore:
+    """Blocks of `layout` for `rows` rows in each of `layers` layers, `max_blocks` of them at most.
+
+    The pools, the index and the buffers of reads take no more than the budgets, less what is reserved for others there. One fetch
+    asks for `fetch_blocks` blocks of a row at most. KtoptError where these don't fit into memory, or not all blocks into memory
+    and disk together.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        layers: int,
+        rows: int,
+        max_blocks: int,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        device_reserved_bytes: int = 0,
+        host_reserved_bytes: int = 0,
+        fetch_blocks: int = 1,
+    ) -> None:
+        self.layout, self.layers, self.rows, self.max_blocks = layout, layers, rows, max_blocks
+        self._budget = Budget(device_bytes, host_bytes, device_reserved_bytes, host_reserved_bytes)
+        self._overhead_bytes = layers * rows * max_blocks * PART_INDEX_BYTES
+        parts = layers * rows * max_blocks
+        slots = self._budget.slots(layout.nbytes, self._overhead_bytes, parts)
+        self._check_room(slots, min(fetch_blocks, max_blocks))
+        self._pools = Pools(layout.nbytes, *slots)
+        self._residency = Residency(layers, rows, max_blocks, self._pools)
+        self._addresses_P = self._residency.addresses_P
+        self._first_parts_LR1 = np.arange(layers * rows, dtype=np.int64).reshape(layers, rows, 1) * max_blocks
+        self._kept = NONE  # what was fetched last, which stays put
+        self._counts = CacheStatistics()
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """Where a part's bytes are, int64 (L, R, M); 0 where in no memory. Always the same tensor: kernels may hold on to it."""
+        return self._residency.addresses
+
+    def put(self, layer: int, block: int, data_RN: torch.Tensor, importance_R: torch.Tensor | None = None) -> None:
+        """Store a new block of a layer, uint8. `importance_R`: as how many selections just now its parts count, 1 by default.
+        KtoptError where memory is full and nothing can leave it."""
+        parts_R = self._first_parts_LR1[layer, :, 0] + block
+        if not 0 <= block < self.max_blocks:
+            raise KtoptError(f"block {block} doesn't fit into a cache of {self.max_blocks} blocks: give it a greater max_seq_len")
+        if self._residency.state_P[parts_R].any():
+            raise KtoptError(f"block {block} of layer {layer} is in the cache already")
+        self._make_room(self.rows, NONE)
+        slots_R = self._pools.take(parts_R)
+        self._pools.write(slots_R, data_RN.numpy())
+        self._residency.state_P[parts_R] = KNOWN
+        self._residency.settle(parts_R, slots_R)
+        self._residency.warmth.begin(layer, parts_R, 1.0 if importance_R is None else importance_R.numpy())
+        self._counts.put_bytes += self.rows * self.layout.nbytes
+
+    def fetch(self, layer: int, picks_RK: torch.Tensor) -> torch.Tensor:
+        """Addresses (R, K) of what each row has picked, int32 or int64, in memory. They hold until the store's next fetch or put.
+        KtoptError for a block that isn't there, and for one whose only copy was on disk and is damaged."""
+        parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
+        addresses_RK = self._addresses_P[parts_RK]
+        missing = addresses_RK.size - int(np.count_nonzero(addresses_RK))
+        if missing:
+            self._bring(layer, parts_RK.reshape(-1))
+            addresses_RK = self._addresses_P[parts_RK]
+        self._mark(layer, parts_RK, addresses_RK, missing)
+        return torch.from_numpy(addresses_RK)
+
+    def touch(self, layer: int, picks_RK: torch.Tensor) -> None:
+        """Note that a kernel has used these picks, all in memory, at the `addresses`: as `fetch`, but without asking for them."""
+        parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
+        self._mark(layer, parts_RK, self._addresses_P[parts_RK], 0)
+
+    def prefetch(self, layer: int, picks_RK: torch.Tensor) -> None:
+        """Begin to bring in what is likely to be picked soon. Takes nothing out of memory that the last fetch has asked for."""
+
+    def truncate(self, blocks: int) -> None:
+        """Forget the blocks from `blocks` on, in all layers."""
+        parts_LRM = self._first_parts_LR1 + np.arange(blocks, self.max_blocks)
+        self._residency.forget(parts_LRM.reshape(-1))
+        self._kept = NONE
+
+    def close(self) -> None:
+        """Give back the memory and remove the files. Nothing may be asked of the store afterwards."""
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        counts = self._counts
+        counts.device_bytes, counts.host_bytes = self._pools.held()
+        counts.overhead_bytes = self._overhead_bytes
+        counts.device_budget_bytes, counts.host_budget_bytes = self._budget.device_bytes, self._budget.host_bytes
+        counts.evictions = self._residency.evictions
+        return counts
+
+    def _mark(self, layer: int, parts_RK: NDArray[np.int64], addresses_RK: NDArray[np.int64], missing: int) -> None:
+        self._kept = parts_RK
+        self._residency.warmth.mark(layer, parts_RK)
+        on_device = int(np.count_nonzero(self._pools.on_device(addresses_RK))) if self._pools.device_slots else 0
+        counts = self._counts
+        counts.misses += missing
+        counts.hits_device += on_device
+        counts.hits_host += addresses_RK.size - on_device
+
+    def _bring(self, layer: int, parts_S: NDArray[np.int64]) -> None:
+        gone = parts_S[(self._residency.state_P[parts_S] & KNOWN) == 0]
+        if len(gone):
+            raise KtoptError(f"block {gone[0] % self.max_blocks} of layer {layer} isn't in the cache")
+
+    def _make_room(self, count: int, kept_parts: NDArray[np.int64]) -> None:
+        if not self._residency.make_room(count, kept_parts):
+            raise KtoptError(
+                f"the cache's memory is full: it holds {self._pools.slots} parts of {self.layout.nbytes:,} bytes "
+                f"({megabytes(self._pools.slots * self.layout.nbytes)}), none of them on disk"
+            )
+
+    def _check_room(self, slots: tuple[int, int], fetch_blocks: int) -> None:
+        part_bytes, parts = self.layout.nbytes, self.layers * self.rows * self.max_blocks
+        step = self.rows * fetch_blocks
+        if sum(slots) < step:
+            raise KtoptError(
+                f"one layer's step needs {fetch_blocks} blocks of {self.rows} rows in memory, {megabytes(step * part_bytes)}, "
+                f"and the budgets leave {megabytes(sum(slots) * part_bytes)}: {self._budget.in_words(self._overhead_bytes)}. Raise "
+                "gpu_memory_size_GB or cpu_memory_size_GB, or select fewer blocks"
+            )
+        if sum(slots) < parts:
+            raise KtoptError(
+                f"{self.max_blocks:,} blocks of {self.layers} layers take {megabytes(parts * part_bytes)}, and the budgets leave "
+                f"{megabytes(sum(slots) * part_bytes)}: {self._budget.in_words(self._overhead_bytes)}. Raise cpu_memory_size_GB, "
+                "set disk_path, keep keys and values in a smaller kv_type, or lower max_seq_len"
+            )
