@@ -306,3 +306,27 @@ def test_nothing_is_logged_twice(caplog):
         ours(TEXT[:, :4], cache=cache)
         ours(TEXT[:, 4:8], cache=cache)
     assert len([r for r in caplog.records if "not as one kernel" in r.message]) <= 1
+
+
+OVER_ATTENTION = """
+version: 1
+dtype: float32
+place: {cpu: "@**"}
+rules:
+  - {match: "@model.layers.*.self_attn", replace: KDeepseekV2Attention, kwargs: {absorb_for_prefill: auto}}
+  - {match: "@model.layers.*", replace: KDecoderLayer, kwargs: {kv_dtype: float32}}
+"""
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("deepseek")])
+def test_a_prompt_by_the_attention_s_module_and_decoding_by_the_layer_share_one_cache(family, caplog) -> None:
+    model = random_model(family)
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_proj_with_mqa.weight.mul_(20)  # so that the rotated keys decide what is attended to
+    ours, cache = fused(model, OVER_ATTENTION), DynamicCache(config=model.config)
+    ids = torch.arange(40).view(1, 40) * 7 % 96
+    with torch.no_grad():
+        pieces = [ours(piece, cache=cache).logits for piece in ids.split([25, 1, 1, 12, 1], dim=1)]
+        expected = model(ids).logits
+    assert_no_fallback(caplog)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-4)

@@ -178,7 +178,7 @@ def latent_attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str,
 
 def _pairing(attention: Any) -> int:
     """How rotary numbers are paired: in halves, as neighbours that come apart, or as neighbours that stay (see layer.h)."""
-    if any("DeepseekV2Attention" in cls.__name__ for cls in type(attention).__mro__):
+    if any(cls.__name__ == "DeepseekV2Attention" for cls in type(attention).__mro__):
         return 2
     return int(bool(getattr(attention.config, "rope_interleave", False)))
 
