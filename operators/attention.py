@@ -3,15 +3,16 @@ transformers' own attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
-from ktopt.operators.latent_memory import LatentSizes, prefers_absorbed, transient_bytes
+from ktopt.operators.latent_memory import Q8_NUMBERS, LatentSizes, kept_bytes, prefers_absorbed, transient_bytes
 from ktopt.operators.names import upstream_names
-from ktopt.placement import Working
+from ktopt.placement import Working, device_kind
+from ktopt.plan import Step
 
 REASON = (
     "transformers' attention computes the same function with its own cache; the absorbed, paged and flash variants are not in this "
@@ -86,6 +87,11 @@ class LatentAttentionConfig(PlacedConfig):
         help="what decoding reads: the latents, or keys and values of all heads that are kept beside them "
         "(57 times the memory in DeepSeek-V3)",
     )
+    kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "q8_0"] = option(
+        "auto",
+        help="what latents are kept in: auto, the dtype that they are computed in; q8_0, 8 bits and a scale for each 32, "
+        "about half of bfloat16, on the CPU",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +110,26 @@ def latent_working(
     sizes = LatentSizes.of(model_config)
     if sizes is None or not isinstance(config, LatentAttentionConfig):
         return Working()
-    numbers = sizes.token_numbers + sizes.expanded_numbers * (config.decode_cache == "expanded")
-    cache = -(-context // config.page_size) * config.page_size * numbers * item
+    kept, read = kept_bytes(sizes.token_numbers, config.kv_dtype, item)
+    token = kept + sizes.expanded_numbers * read * (config.decode_cache == "expanded")
+    cache = -(-context // config.page_size) * config.page_size * token
     queries = min(piece, config.chunk_size or DEFAULT_CHUNK_TOKENS)
     choice = config.absorb_for_prefill
     absorbed = prefers_absorbed(queries, context, sizes) if choice == "auto" else bool(choice)
-    return Working(cache, transient_bytes(sizes, queries, context, absorbed, item, kind))
+    quantized = config.kv_dtype == "q8_0"
+    return Working(cache, transient_bytes(sizes, queries, context, absorbed, item, kind, quantized=quantized))
+
+
+def no_such_latents(module: Module, step: Step, below: Sequence[Step], model_config: Mapping[str, Any]) -> str | None:
+    """Why latents can't be kept as the rule says, on the step's device and with the model's sizes."""
+    if step.kwargs.get("kv_dtype") != "q8_0":
+        return None
+    if device_kind(step.generate_device) != "cpu":
+        return f"latents in q8_0 are read by the CPU's kernels alone, and it is on {step.generate_device}: take bfloat16 or float16"
+    sizes = LatentSizes.of(model_config)
+    if sizes is not None and sizes.token_numbers % Q8_NUMBERS:
+        return f"q8_0 keeps blocks of {Q8_NUMBERS} numbers, and a token has {sizes.latent} + {sizes.rope}: take bfloat16 or float16"
+    return None
 
 
 operator(
@@ -121,6 +141,7 @@ operator(
     upstream="latent attention with kv_b_proj absorbed in decoding, over a paged latent cache where FlashInfer or Triton ran",
     forward_changed=True,
     refuses=needs_latent,
+    refuses_below=no_such_latents,
     working=latent_working,
     families=("deepseek_v2", "deepseek_v3"),
 )(LatentAttentionConfig)

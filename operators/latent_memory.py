@@ -17,6 +17,9 @@ OTHER_SCORES = 1 << 26
 LEAST_QUERIES, LEAST_TOKENS = 64, 256
 """What a tile has at least: smaller ones make slow products."""
 FLOAT_BYTES = 4
+KEPT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+Q8_NUMBERS, Q8_BYTES = 32, 34
+"""A block of Q8_0: so many numbers in so many bytes."""
 EXPANDED_BYTES = 64 << 20
 """What a prompt's expanded keys and values take on a CPU, at most, unless those of one head take more."""
 
@@ -66,27 +69,41 @@ def prefers_absorbed(queries: int, context: int, sizes: LatentSizes) -> bool:
     return absorbed < context * matrix + pairs * (sizes.nope + sizes.rope + sizes.value)
 
 
+def kept_bytes(numbers: int, kv_dtype: str, item: int) -> tuple[int, int]:
+    """What a token's numbers take in a latent cache, and each of them where attention reads it. `item` is the bytes of a number
+    where kv_dtype doesn't say."""
+    if kv_dtype == "q8_0":
+        return -(-numbers // Q8_NUMBERS) * Q8_BYTES, item
+    each = KEPT_BYTES.get(kv_dtype, item)
+    return numbers * each, each
+
+
 def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads are expanded at a time on a CPU."""
     return max(1, min(heads, EXPANDED_BYTES // head_bytes))
 
 
-def transient_bytes(sizes: LatentSizes, queries: int, context: int, absorbed: bool, item: int, kind: str) -> int:
+def transient_bytes(
+    sizes: LatentSizes, queries: int, context: int, absorbed: bool, item: int, kind: str, *, quantized: bool = False
+) -> int:
     """The most that attention holds at once for a chunk of `queries` after which the context is `context` tokens, beside its input,
     its result and the cache. `item` is the bytes of a number. Temporary memory inside one operation is not in it.
 
     The most is held while a tile of scores is added to the softmax so far; on a CPU, where a kernel keeps no scores, while the last
-    heads are expanded (in float32 or bfloat16, whichever the cache has).
+    heads are expanded (in float32 or bfloat16, whichever the cache has). Latents that are `quantized` are made numbers where they
+    are read.
     """
     key, value = sizes.nope + sizes.rope, sizes.value
     asked = queries * sizes.heads * key * item
     if kind == "cpu" and not absorbed:
         together = heads_together(sizes.heads, context * (key + value) * item)
         expanded = together * context * (sizes.nope + key + 2 * value) * item
+        expanded += context * sizes.token_numbers * item * quantized
         return asked + queries * sizes.heads * (key + value) * FLOAT_BYTES + expanded
     step, tokens = steps(1, sizes.heads, queries, kind)
     tokens = min(tokens, context)
     scores = sizes.heads * step * tokens * (FLOAT_BYTES + 2 * item)
+    scores += tokens * sizes.token_numbers * item * quantized
     if absorbed:
         held = step * sizes.heads * (sizes.token_numbers * item + sizes.latent * (2 * FLOAT_BYTES + item))
         return asked + queries * sizes.heads * value * item + held + scores

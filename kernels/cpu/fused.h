@@ -103,9 +103,25 @@ inline bool within_float16(const float* x, int64_t n) {
     return true;
 }
 
-// Rounds to float16 or bfloat16, or copies. Answers false where float16 can't hold a number.
+// Whole blocks of Q8_0: a scale in float16 and 32 numbers that count by it. Answers false where float16 can't hold the scale.
+inline bool narrow_q8_0(const float* x, int64_t n, uint8_t* out) {
+    bool fits = true;
+    for (int64_t i = 0; i < n; i += 32, out += layout_of(Q8_0).bytes) {
+        float scale, sum, sums[2];
+        int8_t numbers[32];
+        quantize32(x + i, numbers, scale, sum, sums);
+        fits &= within_float16(&scale, 1);
+        const uint16_t half = float_to_half(scale);
+        std::memcpy(out, &half, sizeof half);
+        std::memcpy(out + sizeof half, numbers, sizeof numbers);
+    }
+    return fits;
+}
+
+// Rounds to float16 or bfloat16, to blocks of Q8_0, or copies. Answers false where float16 can't hold a number or a scale.
 bool narrow(int kind, const float* x, int64_t n, void* out) {
     auto* halves = static_cast<uint16_t*>(out);
+    if (kind == Q8_0) return narrow_q8_0(x, n, static_cast<uint8_t*>(out));
     if (kind == F32) {
         std::memcpy(out, x, size_t(n) * sizeof(float));
         return true;

@@ -225,7 +225,9 @@ const char* unfit(const Layer& layer, const Run& run) {
     if (run.latents != nullptr) {
         const PagedLatents& l = *run.latents;
         if (layer.latent.shape.heads == 0) return "the layer's attention isn't latent";
-        if (l.cache.kind != F32 && l.cache.kind != F16 && l.cache.kind != BF16) return "a cache holds float32, float16 or bfloat16";
+        if (l.cache.kind != F32 && l.cache.kind != F16 && l.cache.kind != BF16 && l.cache.kind != Q8_0)
+            return "a cache of latents holds float32, float16, bfloat16 or Q8_0";
+        if (layer.latent.shape.width() % layout_of(l.cache.kind).elements != 0) return "a token of the cache must be whole blocks";
         if (l.cache.data == nullptr || l.table == nullptr) return "there is no cache";
         if (!within(l.cache.pages, 1, INT32_MAX) || !within(l.cache.page_tokens, 1, INT32_MAX) || l.past < 0 ||
             l.table_columns * l.cache.page_tokens < l.past + run.tokens)

@@ -37,7 +37,8 @@ bool Slab::remember_latent(float* made, int64_t t) {
     rotate_pairs(a.pairing, isa_, made + a.shape.latent, run_.cos + at, run_.sin + at, a.shape.rope, turned);
     const int64_t page = latents.table[sequence_of(t) * latents.table_columns + token / cache.page_tokens];
     const int64_t slot = page * cache.page_tokens + token % cache.page_tokens;
-    auto* to = const_cast<uint8_t*>(cache.data) + slot * a.shape.width() * layout_of(cache.kind).bytes;
+    const Layout layout = layout_of(cache.kind);
+    auto* to = const_cast<uint8_t*>(cache.data) + slot * (a.shape.width() / layout.elements * layout.bytes);
     return isa_.narrow(cache.kind, made, a.shape.width(), to);
 }
 

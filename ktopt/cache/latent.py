@@ -2,9 +2,10 @@
 
 A `LatentLayer` stands in transformers' Cache for its DynamicLayer and answers the same calls. A page holds PAGE tokens of one
 sequence; sequences that begin alike (beams, copies of a cache) hold the same pages, and a page is copied when one of them writes
-into it. A token takes L + R numbers, whatever the number of heads: 1,152 bytes in bfloat16 for DeepSeek-V3.
+into it. A token takes L + R numbers, whatever the number of heads: 1,152 bytes in bfloat16 for DeepSeek-V3, 612 in Q8_0.
 
 Legend: B sequences, N tokens of each, L kv_lora_rank, R qk_rope_head_dim, W = L + R, G pages of T tokens, C pages of a sequence.
+A page's last dimension is W too where it holds numbers, and of bytes where those are in Q8_0.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ktopt.cache import q8_0
 from ktopt.cache.growing import GrowingLayer
 from ktopt.diagnostics import KtoptError
 
 PAGE_TOKENS = 64
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""The storage types of numbers of a dtype, as GGUF and the kernels name them."""
 GROWTH = 4
 """A pool that is full grows by a quarter."""
 
@@ -88,24 +92,30 @@ class LatentLayer(DynamicLayer):
     """The latents of one layer for B sequences of the same length, padding included.
 
     page_tokens  tokens of a page
-    dtype        what numbers are kept in; None is that of the first that come
+    kept         what numbers are kept in: a dtype, "Q8_0" (see q8_0.py), or None for the dtype of the first that come
     max_tokens   tokens of a sequence at most, whose pages are then there from the start (what CUDA graphs want): whole pages;
                  None lets it grow
 
     `append` adds tokens, `latents` reads them, `table` says where they are. `update` answers them whole, as transformers' own
-    attention wants them. A deep copy shares all pages.
+    attention wants them. `dtype` is that of the numbers that are read, `kind` the storage type of those in the pages. A deep copy
+    shares all pages.
     """
 
     pool: PagePool | None = None
     is_initialized: bool
 
-    def __init__(self, page_tokens: int = PAGE_TOKENS, dtype: torch.dtype | None = None, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, page_tokens: int = PAGE_TOKENS, kept: torch.dtype | str | None = None, max_tokens: int | None = None
+    ) -> None:
         if page_tokens < 1 or (max_tokens is not None and (max_tokens < 1 or max_tokens % page_tokens)):
             raise KtoptError(f"page_size {page_tokens} doesn't divide the {max_tokens} tokens of the cache: take a divisor of it")
-        self.page_tokens, self.max_tokens, self.dtype = page_tokens, max_tokens, dtype
+        if isinstance(kept, str) and kept != q8_0.NAME:
+            raise KtoptError(f"a latent cache keeps numbers of a dtype, or {q8_0.NAME}, not {kept}")
+        self.page_tokens, self.max_tokens, self.kept = page_tokens, max_tokens, kept
+        self.dtype = kept if isinstance(kept, torch.dtype) else None
         self.expanded: GrowingLayer | None = None
         self._held: list[list[int]] = []
-        self._tokens = self._latent = self._layout = 0
+        self._tokens = self._latent = self._rope = self._layout = 0
         self._table: torch.Tensor | None = None
         super().__init__()
 
@@ -120,7 +130,12 @@ class LatentLayer(DynamicLayer):
     @property
     def widths(self) -> tuple[int, int]:
         """Numbers of a token's latent and of its key."""
-        return self._latent, (self.pool.pages_GTW.shape[2] - self._latent if self.pool is not None else 0)
+        return self._latent, self._rope
+
+    @property
+    def kind(self) -> str | None:
+        """The storage type of what the pages hold, None for one that the kernels don't know."""
+        return self.kept if isinstance(self.kept, str) else KINDS.get(self.dtype)  # type: ignore[arg-type]
 
     def _part(self, which: int) -> torch.Tensor | None:
         if self.pool is None:
@@ -139,12 +154,15 @@ class LatentLayer(DynamicLayer):
         return len(self._held)
 
     def start(self, batch: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make an empty cache for so many sequences, unless it is made."""
+        """Make an empty cache for so many sequences, unless it is made. `dtype` is that of numbers where nothing says otherwise."""
         if self.is_initialized:
             return
-        self.device, self.dtype, self._latent = device, self.dtype or dtype, latent
+        self.device, self.dtype, self._latent, self._rope = device, self.dtype or dtype, latent, rope
         bound = None if self.max_tokens is None else batch * self.max_tokens // self.page_tokens
-        self.pool = PagePool(latent + rope, self.page_tokens, self.dtype, device, bound)
+        width, held = latent + rope, self.dtype
+        if self.kept == q8_0.NAME:
+            width, held = q8_0.stored_bytes(width), torch.uint8
+        self.pool = PagePool(width, self.page_tokens, held, device, bound)
         self._held = [[] for _ in range(batch)]
         self._tokens = 0
         self.is_initialized = True
@@ -180,6 +198,8 @@ class LatentLayer(DynamicLayer):
         """Add S tokens to each sequence. KtoptError where they are more than the cache may hold."""
         assert self.pool is not None
         added = latents_BSW.shape[1]
+        if self.kept == q8_0.NAME:
+            latents_BSW = q8_0.quantized(latents_BSW)
         self.reserve(added)
         first, size = self._tokens // self.page_tokens, self.page_tokens
         if added == 1 and self.batch == 1:
@@ -204,7 +224,11 @@ class LatentLayer(DynamicLayer):
         return self._layout
 
     def latents(self, start: int, end: int) -> torch.Tensor:
-        """Tokens [start, end) of each sequence: (B, end - start, W)."""
+        """Tokens [start, end) of each sequence: (B, end - start, W), numbers of `dtype`."""
+        stored = self._stored(start, end)
+        return q8_0.numbers_of(stored, self.dtype) if self.kept == q8_0.NAME else stored  # type: ignore[arg-type]
+
+    def _stored(self, start: int, end: int) -> torch.Tensor:
         assert self.pool is not None
         first, size = start // self.page_tokens, self.page_tokens
         if self.batch == 1 and start < end:  # pages that lie together are read where they are
@@ -278,16 +302,15 @@ class LatentLayer(DynamicLayer):
 
     def __deepcopy__(self, memo: Any) -> LatentLayer:
         """A cache of its own over the same pages, which are copied where one of both writes."""
-        made = LatentLayer(self.page_tokens, self.dtype, self.max_tokens)
+        made = LatentLayer(self.page_tokens, self.kept, self.max_tokens)
         if self.pool is not None:
             if self.max_tokens is not None:  # a bounded pool has no pages for two
-                made.start(
-                    self.batch, self._latent, self.pool.pages_GTW.shape[2] - self._latent, self.pool.pages_GTW.dtype, self.device
-                )
+                made.start(self.batch, *self.widths, self.dtype, self.device)  # type: ignore[arg-type]
                 made.append(self.latents(0, self._tokens))
                 return made
-            made.pool, made._latent, made.device, made.is_initialized = self.pool, self._latent, self.device, True
-            made._held, made._tokens = [list(pages) for pages in self._held], self._tokens
+            made.pool, made.dtype, made.device, made.is_initialized = self.pool, self.dtype, self.device, True
+            (made._latent, made._rope), made._tokens = self.widths, self._tokens
+            made._held = [list(pages) for pages in self._held]
             for pages in made._held:
                 self.pool.hold(pages)
         return made
@@ -296,9 +319,10 @@ class LatentLayer(DynamicLayer):
         self._release()
 
 
-def latent_layer(cache: Cache, index: int, page_tokens: int, dtype: torch.dtype | None) -> LatentLayer | None:
+def latent_layer(cache: Cache, index: int, page_tokens: int, kept: torch.dtype | str | None) -> LatentLayer | None:
     """A cache's layer `index` as a paged latent one: transformers' own dynamic layer is replaced, and what it holds is taken over.
-    None for layers of other kinds, and for a cache that moves its layers off their device."""
+    A latent layer that is there stays as it is. None for layers of other kinds, and for a cache that moves its layers off their
+    device."""
     if cache.offloading:
         return None
     if cache.layer_class_to_replicate is DynamicLayer:
@@ -309,14 +333,14 @@ def latent_layer(cache: Cache, index: int, page_tokens: int, dtype: torch.dtype 
         return layer
     if type(layer) is not DynamicLayer:
         return None
-    made = LatentLayer(page_tokens, dtype)
+    made = LatentLayer(page_tokens, kept)
     if layer.is_initialized and layer.keys.numel():
         made.update(layer.keys, layer.values)
     cache.layers[index] = made
     return made
 
 
-def latent_cache(layers: int, max_tokens: int, page_tokens: int = PAGE_TOKENS, dtype: torch.dtype | None = None) -> Cache:
+def latent_cache(layers: int, max_tokens: int, page_tokens: int = PAGE_TOKENS, kept: torch.dtype | str | None = None) -> Cache:
     """A transformers Cache of latent layers whose memory is there from the first token on: max_tokens for each sequence, in whole
     pages. KtoptError where page_tokens doesn't divide max_tokens."""
-    return Cache(layers=[LatentLayer(page_tokens, dtype, max_tokens) for _ in range(layers)])
+    return Cache(layers=[LatentLayer(page_tokens, kept, max_tokens) for _ in range(layers)])

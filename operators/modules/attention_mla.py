@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from ktopt.cache import q8_0
 from ktopt.cache.growing import GrowingLayer
 from ktopt.cache.latent import LatentLayer, latent_layer
 from ktopt.diagnostics import KtoptError
@@ -38,7 +39,6 @@ from ktopt.operators.modules.tiled_attention import Seen
 
 log = logging.getLogger(__name__)
 
-CACHE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FEW_QUERIES = 16
 """Up to so many new tokens of a sequence count as decoding: the CPU kernel reads the cache for each few of them."""
 EXPANDED_TOKENS = 1024
@@ -46,10 +46,12 @@ EXPANDED_TOKENS = 1024
 
 
 class KDeepseekV2Attention(Mixed, nn.Module):
-    """What is mixed into the original's class. `settings` are the rule's kwargs."""
+    """What is mixed into the original's class. `settings` are the rule's kwargs, `kept` what latents are kept in, as LatentLayer
+    takes it."""
 
     OWN = ("_matrices",)
     settings: LatentAttentionConfig
+    kept: torch.dtype | str | None
 
     @classmethod
     def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
@@ -67,6 +69,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             raise KtoptError(f"{context.step.path}: kv_b_proj has a bias, which latent attention here doesn't know")
         made = mix(cls, original)
         made.settings = cast(LatentAttentionConfig, context.config)
+        made.kept = kept_in(made.settings.kv_dtype)
         projection = original.kv_b_proj
         if type(projection) is KLinearCPUInfer:
             made._modules["kv_b_proj"] = KLatentLinear(
@@ -146,7 +149,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
     def _cache_layer(self, cache: Any, batch: int) -> LatentLayer | str:
         """The cache's layer, or one for this call alone."""
         page = self.settings.page_size
-        held = LatentLayer(page) if cache is None else latent_layer(cache, self.layer_idx, page, None)
+        held = LatentLayer(page, self.kept) if cache is None else latent_layer(cache, self.layer_idx, page, self.kept)
         if held is None:
             kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
             return f"a cache of another kind ({kind})"
@@ -188,7 +191,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         """The result (B, S, N, V) by the CPU kernel; None where it isn't for it."""
         batch, queries, heads, numbers = query_BSNH.shape
         decoding = queries <= FEW_QUERIES and self.settings.decode_cache == "latent"
-        kind = CACHE_KINDS.get(held.dtype)  # type: ignore[arg-type]
+        kind = held.kind
         if not decoding or not query_BSNH.is_cpu or kind is None or not cpu.available()[0]:
             return None
         blocks = self.matrices.blocks()
@@ -308,6 +311,13 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             stop = min(start + EXPANDED_TOKENS, held.get_seq_length())
             held.expanded.update(*self._tile(held, start, stop, held.dtype))  # type: ignore[arg-type]
         return held.expanded
+
+
+def kept_in(kv_dtype: str) -> torch.dtype | str | None:
+    """The rule's kv_dtype as a LatentLayer takes it."""
+    if kv_dtype == "auto":
+        return None
+    return q8_0.NAME if kv_dtype == "q8_0" else getattr(torch, kv_dtype)  # type: ignore[no-any-return]
 
 
 def rotated(x_BSHR: torch.Tensor, embeddings: Any, interleaved: bool) -> torch.Tensor:

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """The kernels' numbers of the dtypes that a cache may have."""
+LATENT_KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8}
+"""The same of the storage types that a latent cache may have."""
 FEW_LATENT = 16
 """Up to so many new tokens of a sequence the kernels attend to latents, absorbed; more go through the attention's module."""
 
@@ -50,10 +52,12 @@ IMPLEMENTATIONS = frozenset({"sdpa", "eager", "flash_attention_2", "flash_attent
 
 
 class KDecoderLayer(Mixed, nn.Module):
-    """What is mixed into the original's class. `kv_dtype` is what keys and values, or latents, are kept in."""
+    """What is mixed into the original's class. `kv_dtype` is what keys and values are kept in, `kept` what latents are: a dtype, or
+    "Q8_0"."""
 
     OWN = ("_kernel",)
     kv_dtype: torch.dtype
+    kept: torch.dtype | str
 
     @classmethod
     def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
@@ -68,6 +72,7 @@ class KDecoderLayer(Mixed, nn.Module):
             raise KtoptError(f"can't run this {type(original).__name__} as one: {described}")
         asked = cast(LayerConfig, context.config).kv_dtype
         made.kv_dtype = getattr(torch, asked if asked != "auto" else "bfloat16" if described.latent else "float16")
+        made.kept = _kept(made.self_attn, asked, made.kv_dtype)
         return made  # type: ignore[no-any-return]
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +118,7 @@ class KDecoderLayer(Mixed, nn.Module):
             return self._grouped(fused, x_BSH, attention_mask, position_embeddings, cache)
         except OverflowError as error:
             raise KtoptError(
-                f"layer {fused.index}: {error} (more than 65504): give KDecoderLayer `kv_dtype: float32` or bfloat16"
+                f"layer {fused.index}: {error} (more than 65504, or 8.3 million in q8_0): `kv_dtype: bfloat16` or float32 holds it"
             ) from None
 
     def _unfit(self, fused: Fused, embeddings: Any, others: dict[str, Any]) -> str:
@@ -176,15 +181,11 @@ class KDecoderLayer(Mixed, nn.Module):
         if not isinstance(mask, torch.Tensor | None):
             return f"an attention mask of another kind ({type(mask).__name__})"
         page_tokens = fused.page_tokens
-        held = (
-            LatentLayer(page_tokens, self.kv_dtype)
-            if cache is None
-            else latent_layer(cache, fused.index, page_tokens, self.kv_dtype)
-        )
+        held = LatentLayer(page_tokens, self.kept) if cache is None else latent_layer(cache, fused.index, page_tokens, self.kept)
         if held is None:
             return _other_cache(cache, fused.index)
-        if held.is_initialized and (held.batch != batch or held.dtype not in KINDS or held.device.type != "cpu"):
-            return f"a cache of {held.dtype} for {held.batch} sequences on {held.device}"
+        if held.is_initialized and (held.batch != batch or held.kind not in LATENT_KINDS or held.device.type != "cpu"):
+            return f"a cache of {held.kind or held.dtype} for {held.batch} sequences on {held.device}"
         latent, rope = cast(tuple[int, int], fused.latent)
         held.start(batch, latent, rope, self.kv_dtype, x_BSH.device)
         if held.widths != (latent, rope):
@@ -201,9 +202,9 @@ class KDecoderLayer(Mixed, nn.Module):
         out = _copied(x_BSH)
         held.reserve(tokens)
         assert held.pool is not None
-        pages, table = held.pool.pages_GTW, held.table()
+        pages, table, kind = held.pool.pages_GTW, held.table(), LATENT_KINDS[cast(str, held.kind)]
         cast(Any, fused.run_latent)(
-            out.data_ptr(), batch, tokens, turn.cos, turn.sin, turn.one, KINDS[pages.dtype], pages.data_ptr(), pages.shape[0],
+            out.data_ptr(), batch, tokens, turn.cos, turn.sin, turn.one, kind, pages.data_ptr(), pages.shape[0],
             pages.shape[1], table.data_ptr(), table.shape[1], past, 0 if isinstance(seen, int) else seen.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
@@ -224,6 +225,17 @@ class KDecoderLayer(Mixed, nn.Module):
         out = _copied(x_BSH + attended)
         cast(Any, fused.run_mlp)(out.data_ptr(), out.shape[0] * out.shape[1], torch.get_num_threads())
         return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
+
+
+def _kept(attention: Any, asked: str, chosen: torch.dtype) -> torch.dtype | str:
+    """What a layer's latents are kept in: as its own kwarg says, else its attention's, else `chosen`. KtoptError where both say and
+    differ."""
+    below = getattr(attention, "kept", None)
+    if below is not None and asked != "auto" and below != chosen:
+        raise KtoptError(
+            f"KDecoderLayer keeps latents in {chosen} (kv_dtype), and its attention's rule in {below}: leave one of both out"
+        )
+    return chosen if below is None else below
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
