@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from ktopt.diagnostics import KtoptError
 from ktopt.operator import OperatorConfig, describe_type, field_types, is_a, nearest, option
 
 AnchorType = Literal["DYNAMIC", "FIXED", "BLOCK_MEAN", "BLOCK_MAX", "QUEST", "KEY_INT4"]
@@ -113,6 +114,17 @@ def merged(config: Config | None, rules: Sections) -> dict[str, dict[str, Any]]:
     asked: Sections = config.given if config is not None else {}
     first, last = (rules, asked) if config is not None and config.found else (asked, rules)
     return {name: {**last.get(name, {}), **first.get(name, {})} for name in ("long_context", "kvc2")}
+
+
+def settled(sections: Sections) -> tuple[LongContextSettings, CacheSettings]:
+    """The settings that sections come to, where no file's check has seen them together. KtoptError for what can't be."""
+    for name in ("long_context", "kvc2"):
+        if problem := settings_problem(name, sections.get(name, {})):
+            raise KtoptError(f"{name}: {problem}")
+    long = settle(LongContextSettings(**sections.get("long_context", {})))
+    if found := contradictions(long):
+        raise KtoptError("long_context: " + "\n".join(f"{each.message}: {each.help}" for each in found))
+    return long, CacheSettings(**sections.get("kvc2", {}))
 
 
 def settings_problem(section: str, given: Mapping[str, Any]) -> str:

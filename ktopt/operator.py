@@ -139,6 +139,8 @@ class OperatorSpec:
     footprint        bytes of one module under this config and dtype
     working          what an attention holds for a context, of the model's config, its own, the bytes of a number, the tokens of the
                      context and of a piece of the prompt, and the kind of device
+    blocks           it keeps keys and values in blocks, as a rule file's long_context and kvc2 say; what they take is reckoned for
+                     all layers together
     refuses          why it can't take this module under this config, or None
     refuses_below    why it can't take this module of a model of this config over what a plan makes of those below it (their rows),
                      or None
@@ -160,6 +162,7 @@ class OperatorSpec:
     families: tuple[str, ...] = ()
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
     working: Callable[[Mapping[str, Any], OperatorConfig, int, int, int, str], Working] | None = None
+    blocks: bool = False
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
     refuses_below: Callable[[Module, Step, Sequence[Step], Mapping[str, Any]], str | None] | None = None
     says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))

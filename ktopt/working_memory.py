@@ -6,10 +6,13 @@ expands the whole context; beside attention, a piece of the prompt passes the la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ktopt.cache.blocks.memory import GB, cache_bytes, layer_shapes, tiers
+from ktopt.config import LongContextSettings, settled
+from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES
 from ktopt.operator import build_config
 from ktopt.placement import Working, device_kind
@@ -17,6 +20,8 @@ from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
 from ktopt.registry import find
 
+DISK = "disk"
+"""The memory's name that holds what of a cache of blocks fits nowhere else."""
 HIDDEN_COPIES = 4
 """Hidden states that a layer holds at once: its input, normed, the residual sum, and its result."""
 MLP_COPIES = 3
@@ -39,39 +44,92 @@ class DeviceMemory:
 
 def prompt_piece(plan: Plan) -> int | None:
     """Tokens of a prompt that pass the model at a time: the least chunk_size of its attention and its layers, else that of
-    `long_context`; None for the whole prompt."""
+    `long_context`, which a plan with a cache of blocks always has; None for the whole prompt."""
+    otherwise = plan.long_context.get("chunk_size")
+    if otherwise is None and any(keeps_blocks(step) for step in plan.steps if step.role == "attention"):
+        otherwise = LongContextSettings().chunk_size
     sizes = [step.kwargs.get("chunk_size") for step in plan.steps if step.role == "layer" or _spec_working(step) is not None]
-    return min((size for size in sizes if isinstance(size, int)), default=plan.long_context.get("chunk_size"))
+    return min((size for size in sizes if isinstance(size, int)), default=otherwise)
 
 
-def working_memory(plan: Plan, context: int, chunk_size: int | None = None) -> list[DeviceMemory]:
-    """What each device holds when the last piece of a context of so many tokens is computed, one sequence. `chunk_size` stands for
-    what the plan says."""
+def working_memory(
+    plan: Plan, context: int, chunk_size: int | None = None, limits: Mapping[str, int] | None = None
+) -> list[DeviceMemory]:
+    """What each device holds when the last piece of a context of so many tokens is computed, one sequence.
+
+    chunk_size   stands for what the plan says
+    limits       what devices have: a cache of blocks takes what the rest leaves of it, where kvc2 gives no number
+
+    Of a cache of blocks main memory has its part, "cpu", and so has the disk, "disk". KtoptError where such a cache doesn't fit.
+    """
     piece = min(context, chunk_size or prompt_piece(plan) or context)
-    weights, held = device_bytes(plan), dict[str, Working]()
+    weights, held, blocked = device_bytes(plan), dict[str, Working](), dict[str, list[Step]]()
     for step in plan.steps:
         if step.role != "attention":
+            continue
+        if keeps_blocks(step):
+            blocked.setdefault(step.generate_device, []).append(step)
             continue
         device, found = step.generate_device, _working(plan, step, context, piece)
         before = held.get(device, Working())
         transient = max(before.transient_bytes, found.transient_bytes)
         held[device] = Working(before.cache_bytes + found.cache_bytes, transient)
-    passing = _passing_bytes(plan.model.config, piece, ITEM_BYTES[plan.dtype]) + piece * context  # the mask, a byte each
+    passing = _passing_bytes(plan.model.config, piece, ITEM_BYTES[plan.dtype])
+    passing += 0 if blocked else piece * context  # the mask, a byte each
+    transients = {device: held[device].transient_bytes + passing for device in held} | {
+        device: held.get(device, Working()).transient_bytes + passing for device in blocked
+    }
+    caches = {device: found.cache_bytes for device, found in held.items()}
+    if blocked:
+        taken = {device: weights.get(device, 0) + caches.get(device, 0) + transients[device] for device in blocked}
+        room = {device: max(0, (limits or {})[device] - taken[device]) for device in blocked if (limits or {}).get(device)}
+        for device, count in block_bytes(plan, blocked, context, piece, room).items():
+            caches[device] = caches.get(device, 0) + count
     return [
-        DeviceMemory(
-            device,
-            weights.get(device, 0),
-            held.get(device, Working()).cache_bytes,
-            held[device].transient_bytes + passing if device in held else 0,
-        )
-        for device in sorted({*weights, *held})
+        DeviceMemory(device, weights.get(device, 0), caches.get(device, 0), transients.get(device, 0))
+        for device in sorted({*weights, *caches}, key=lambda device: (device == DISK, device))
     ]
+
+
+def keeps_blocks(step: Step) -> bool:
+    """Whether a module's operator keeps keys and values in blocks."""
+    spec = find(step.operator)
+    return spec is not None and spec.blocks
+
+
+def block_bytes(
+    plan: Plan, steps: Mapping[str, Sequence[Step]], context: int, piece: int, room: Mapping[str, int]
+) -> dict[str, int]:
+    """What a cache of blocks takes in each memory, for the attention on each device. `room` is what devices have for it. Each
+    device keeps a cache of its own layers, and main memory is shared out in their order."""
+    long, kvc2 = settled({"long_context": {**plan.long_context, "max_seq_len": context, "chunk_size": piece}, "kvc2": plan.kvc2})
+    shapes, found = layer_shapes(plan.model.config), dict[str, int]()
+    for device, layers in steps.items():
+        kept = [shape for step in layers if (shape := shapes[layer_number(step.path)]) is not None]
+        where = tiers(cache_bytes(kept, long, context), kvc2, kind=device_kind(device), device_bytes=room.get(device))
+        kvc2 = replace(kvc2, cpu_memory_size_GB=max(0.0, kvc2.cpu_memory_size_GB - where.host / GB))
+        for name, count in ((device, where.device), ("cpu", where.host), (DISK, where.disk)):
+            if count:
+                found[name] = found.get(name, 0) + count
+    return found
+
+
+def layer_number(path: str) -> int:
+    """The first number in a module's path."""
+    return next(int(part) for part in path.split(".") if part.isdecimal())
 
 
 def fitting_chunk(plan: Plan, context: int, limits: Mapping[str, int]) -> int | None:
     """The largest chunk_size, a power of two, with which every device holds no more than its limit; None where none does."""
     sizes = (1 << power for power in range(min(context.bit_length(), 16), 3, -1))
-    return next((size for size in sizes if not over_limits(working_memory(plan, context, size), limits)), None)
+    return next((size for size in sizes if _fits(plan, context, size, limits)), None)
+
+
+def _fits(plan: Plan, context: int, size: int, limits: Mapping[str, int]) -> bool:
+    try:
+        return not over_limits(working_memory(plan, context, size, limits), limits)
+    except KtoptError:  # of a cache of blocks, that it doesn't fit
+        return False
 
 
 def over_limits(memory: list[DeviceMemory], limits: Mapping[str, int]) -> list[DeviceMemory]:

@@ -54,7 +54,7 @@ def memory_table(plan: Plan, context: int, style: Style = PLAIN, limits: Mapping
     """What each device holds for a context of so many tokens; where that is more than its limit, what would make it fit."""
     piece = prompt_piece(plan)
     read = f"a prompt read {piece:,} tokens at a time (chunk_size)" if piece and piece < context else "a prompt read whole"
-    memory = working_memory(plan, context)
+    memory = working_memory(plan, context, limits=limits)
     rows = [[m.device, size(m.weight_bytes), size(m.cache_bytes), size(m.transient_bytes), size(m.together)] for m in memory]
     heads = (Column("device"), *(Column(name, right=True) for name in ("weights", "cache", "transient", "together")))
     said = f"memory for a context of {context:,} tokens, {read}\n\n" + layout(heads, rows, 80, style) + "\n"
