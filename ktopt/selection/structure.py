@@ -247,7 +247,7 @@ def _layer_devices(matches: Matches, by_layer: dict[int, list[Module]]) -> dict[
 
 
 def _check_kv_b_proj(matches: Matches, report: Report) -> None:
-    """KT601: absorbed attention folds kv_b_proj's plain weight into its neighbours."""
+    """KT601: absorbed attention multiplies queries and results by kv_b_proj's weight: a few bits of it cost precision in both."""
     taken: dict[tuple[int, int], list[int]] = {}
     for module, decision in matches.open:
         if decision.rule is None or not module.path.endswith(".kv_b_proj"):
@@ -262,11 +262,11 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
         op = ops.get(str(getattr(config, "generate_op", None)))
         if op is None or op.name == "KLinearTorch" or op.keeps or _takes_too_many(rule, report):
             continue
-        severity = Severity.ERROR if op.packs else Severity.INFO
+        severity = Severity.WARNING if op.packs else Severity.INFO
         message = (
             f"rule {rule.number} takes {in_words(matches.graph, indices)}; "
             f"{attention.replace.operator.name} (rule {attention.number}) "
-            + ("needs its unquantized weight" if op.packs else f"unpacks it from {op.name}")
+            + (f"then works on the numbers that {op.name} makes of it" if op.packs else f"unpacks it from {op.name}")
         )
         related = [Related("the attention that absorbs it", attention.replace.origin)]
         help = r"add (?!.*self_attn\.kv_b_proj) to the pattern" if op.packs else None
