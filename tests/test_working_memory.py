@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from gguf_fixtures import tiny_model
 
 import ktopt
 from ktopt.cli import main
@@ -54,6 +56,42 @@ def test_attention_that_expands_all_takes_the_memory_that_it_takes(tmp_path: Pat
 def test_a_larger_chunk_on_the_command_line_wins_over_the_rules() -> None:
     plan = ktopt.compile(RULES, "deepseek-v3", chunk_size=4096)
     assert prompt_piece(plan) == 4096
+
+
+@pytest.mark.parametrize(("spelling", "kwarg", "section", "named", "option", "chunk"), [
+    ("chunk_size", None, None, None, None, 8192),
+    ("chunk_size", None, 200, None, None, 200),
+    ("chunk_size", 300, 200, None, None, 300),
+    ("chunck_size", 300, 200, None, None, 300),
+    ("chunck_size", 300, 200, 400, None, 400),
+    ("chunk_size", 300, 200, 400, 500, 500),
+    ("chunk_size", None, None, 400, None, 400),
+])  # fmt: skip
+def test_the_chunk_is_the_option_s_then_a_named_config_s_then_the_rule_s_then_the_file_s(
+    tmp_path: Path, spelling: str, kwarg: int | None, section: int | None, named: int | None, option: int | None, chunk: int
+) -> None:
+    from transformers import DynamicCache
+
+    rules = tmp_path / "r.yaml"
+    rules.write_text(
+        "version: 1\nplace: {cpu: '@**'}\n"
+        + (f"long_context: {{chunk_size: {section}}}\n" if section else "")
+        + "rules:\n- {match: '@model.layers.*.self_attn', replace: KDeepseekV2Attention, kwargs: {"
+        + (f"{spelling}: {kwarg}" if kwarg else "")
+        + "}}\n"
+    )
+    config = None
+    if named:
+        config = tmp_path / "config.yaml"
+        config.write_text(f"model: {{name_or_path: m}}\nlong_context: {{chunk_size: {named}}}\n")
+    model = ktopt.apply(rules, tiny_model("deepseek_v3"), device="cpu", config=config, chunk_size=option)
+    attention, taken = model.model.layers[0].self_attn, []
+    attention._chunk = lambda x, *rest: taken.append(x.shape[1]) or type(attention)._chunk(attention, x, *rest)
+    tokens = min(chunk + 30, 530)
+    model(torch.zeros(1, tokens, dtype=torch.long), cache=DynamicCache())
+    assert taken == ([chunk, 30] if tokens > chunk else [tokens])
+    said = prompt_piece(ktopt.compile(rules, "deepseek-v3", config=config, chunk_size=option))
+    assert said == (chunk if chunk < 8192 else None)  # by its own number attention alone takes a prompt in pieces
 
 
 def test_the_chunk_that_fits_is_the_largest_power_of_two_that_does() -> None:
