@@ -24,6 +24,8 @@ DISK = "disk"
 """The memory's name that holds what of a cache of blocks fits nowhere else."""
 HIDDEN_COPIES = 4
 """Hidden states that a layer holds at once: its input, normed, the residual sum, and its result."""
+LEAST_CHUNK = 16
+"""The least chunk_size that is proposed: smaller ones make a prompt slow and hardly need less."""
 MLP_COPIES = 3
 """Gate, up, and their product."""
 
@@ -121,7 +123,7 @@ def layer_number(path: str) -> int:
 
 def fitting_chunk(plan: Plan, context: int, limits: Mapping[str, int]) -> int | None:
     """The largest chunk_size, a power of two, with which every device holds no more than its limit; None where none does."""
-    sizes = (1 << power for power in range(min(context.bit_length(), 16), 3, -1))
+    sizes = (1 << power for power in range(min(context.bit_length(), 16), LEAST_CHUNK.bit_length() - 2, -1))
     return next((size for size in sizes if _fits(plan, context, size, limits)), None)
 
 

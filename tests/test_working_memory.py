@@ -111,6 +111,44 @@ def test_the_command_says_what_does_not_fit_and_why(capsys: pytest.CaptureFixtur
     assert "a number of tokens from 1 on" in capsys.readouterr().err
 
 
+PLAIN_24GB = """
+version: 1
+place: {cpu: "@model.embed_tokens | @model.layers.*.mlp.experts", "cuda:0": "@**"}
+rules:
+  - {match: "@model.layers.*.self_attn.kv_b_proj", replace: KTransformersLinear, kwargs: {generate_op: KLinearTorch}}
+  - match: "class=Linear - @model.layers.*.self_attn.kv_b_proj"
+    replace: KTransformersLinear
+    kwargs: {generate_op: KLinearMarlin, prefill_op: KLinearMarlin}
+"""
+
+
+def memory_said(rules: str, context: int, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    asked = ["plan", rules, "--model", "deepseek-v3", "--hardware", "1x24GB", "--context", str(context), *options]
+    assert main(asked) == 0
+    return " ".join(capsys.readouterr().out.partition("memory for a context")[2].split())
+
+
+@pytest.mark.parametrize("context", [8192, 20_480, 139_264])
+def test_the_table_says_that_the_rule_set_fits_and_with_which_chunk(context: int, capsys: pytest.CaptureFixture[str]) -> None:
+    said = memory_said(RULES, context, capsys)
+    assert f"of {context:,} tokens, a prompt read 2,048 tokens at a time (chunk_size)" in said
+    assert "cuda:0 has 25.8 GB: it fits, with" in said
+    assert ("and does with a chunk_size of up to 8192" in said) == (context == 139_264)
+
+
+def test_the_table_says_which_chunk_makes_it_fit_and_why_none_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "too little; --chunk_size 8192 makes it fit" in memory_said(RULES, 139_264, capsys, "--chunk_size", "16384")
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(PLAIN_24GB)
+    said = memory_said(str(plain), 139_264, capsys)
+    assert (
+        "no chunk_size makes it fit, since model.layers.0.self_attn and 60 others, which no KDeepseekV2Attention computes" in said
+    )
+    assert "expand keys and values of the whole context at once: 16.0 GB even for 16 tokens at a time" in said
+    plain.write_text(UNTOUCHED)
+    assert "no chunk_size makes it fit, since weights and cache alone take" in memory_said(str(plain), 139_264, capsys)
+
+
 def test_a_chunk_of_tiles_takes_far_less_than_all_scores_at_once() -> None:
     step, tokens = steps(1, 128, 4096, "cuda")
     assert step * tokens * 128 <= 1 << 26

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 from ktopt.cli.table import Column, layout, wrap_path
@@ -12,7 +13,7 @@ from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
 from ktopt.render.style import PLAIN, Style, plural, printable
-from ktopt.working_memory import fitting_chunk, over_limits, prompt_piece, working_memory
+from ktopt.working_memory import LEAST_CHUNK, DeviceMemory, fitting_chunk, over_limits, prompt_piece, working_memory
 
 COLUMNS = (
     Column("modules"),
@@ -25,6 +26,8 @@ COLUMNS = (
 )
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MAX_TRANSFERS = 12
+MEMORY_WIDTH = 100
+LATENT_ATTENTION = "KDeepseekV2Attention"
 OPERATOR_WIDTH = 24
 
 
@@ -58,21 +61,45 @@ def memory_table(plan: Plan, context: int, style: Style = PLAIN, limits: Mapping
     rows = [[m.device, size(m.weight_bytes), size(m.cache_bytes), size(m.transient_bytes), size(m.together)] for m in memory]
     heads = (Column("device"), *(Column(name, right=True) for name in ("weights", "cache", "transient", "together")))
     said = f"memory for a context of {context:,} tokens, {read}\n\n" + layout(heads, rows, 80, style) + "\n"
-    over = over_limits(memory, limits or {})
-    if not over:
-        return said
-    fits = fitting_chunk(plan, context, limits or {})
-    for each in over:
-        have = (limits or {})[each.device]
-        said += f"\n{each.device} has {size(have)}: {size(each.together - have)} too little; "
-        kept = each.weight_bytes + each.cache_bytes
-        if fits:
-            said += f"--chunk_size {fits} makes it fit\n"
-        elif kept > have:
-            said += f"no chunk_size makes it fit, since weights and cache alone take {size(kept)}\n"
+    return said + _fitting(plan, context, memory, limits) if limits else said
+
+
+def _fitting(plan: Plan, context: int, memory: list[DeviceMemory], limits: Mapping[str, int]) -> str:
+    """Which devices hold what they must, and what would help those that don't: a paragraph for each."""
+    over, fits, piece = over_limits(memory, limits), fitting_chunk(plan, context, limits), prompt_piece(plan)
+    said = []
+    for each in memory:
+        have = limits.get(each.device)
+        if not have:
+            continue
+        line = f"{each.device} has {size(have)}: "
+        if each not in over:
+            line += f"it fits, with {size(have - each.together)} to spare"
+            line += f", and does with a chunk_size of up to {fits}" if fits and piece and piece < fits < context else ""
+        elif fits:
+            line += f"{size(each.together - have)} too little; --chunk_size {fits} makes it fit"
         else:
-            said += "no chunk_size makes it fit, since attention that isn't KDeepseekV2Attention takes a prompt whole\n"
-    return said
+            line += (
+                f"{size(each.together - have)} too little; no chunk_size makes it fit, since {_why_not(plan, context, each, have)}"
+            )
+        said.append("\n" + fill(line, MEMORY_WIDTH, break_long_words=False, break_on_hyphens=False) + "\n")
+    return "".join(said)
+
+
+def _why_not(plan: Plan, context: int, memory: DeviceMemory, have: int) -> str:
+    """Why a device is too small for any chunk_size."""
+    kept = memory.weight_bytes + memory.cache_bytes
+    if kept > have:
+        return f"weights and cache alone take {size(kept)}"
+    plain = [step for step in plan.steps if step.role == "attention" and step.operator != LATENT_ATTENTION]
+    if plain and isinstance(plan.model.config.get("kv_lora_rank"), int):
+        least = next(m for m in working_memory(plan, context, LEAST_CHUNK) if m.device == memory.device)
+        return (
+            f"{plain[0].path} and {plural(len(plain) - 1, 'other')}, which no {LATENT_ATTENTION} computes, expand keys and values of "
+            f"the whole context at once: {size(least.transient_bytes)} even for {LEAST_CHUNK} tokens at a time. {LATENT_ATTENTION} "
+            "multiplies by kv_b_proj instead (absorbed), or expands a tile of the context at a time"
+        )
+    return "what a piece of the prompt takes grows with the context"
 
 
 def fold_rows(steps: Iterable[Step], *, whole: bool = True) -> list[Row]:
