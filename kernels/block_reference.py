@@ -79,6 +79,16 @@ def dequantize(rows_NB: torch.Tensor, kind: str) -> torch.Tensor:
     return (numbers * scales).flatten(-2)
 
 
+def fits(numbers_ND: torch.Tensor, kind: str) -> bool:
+    """Whether the kind can hold all numbers: finite ones where there are scales, and what float16 holds, scales included."""
+    largest = torch.finfo(torch.float16).max
+    size = numbers_ND.float().abs()
+    if kind == "F16":
+        return bool((~size.isfinite() | (size <= largest)).all())
+    steps = {"Q8_0": 127, "Q4_0": 8}.get(kind)
+    return steps is None or bool((size <= largest * steps).all())
+
+
 def pack(keys_RTD: torch.Tensor, values_RTV: torch.Tensor | None, layout: BlockLayout) -> torch.Tensor:
     """A block of each row, uint8 (R, layout.nbytes); bytes that fill up to 64 are zero."""
     out = torch.zeros(keys_RTD.shape[0], layout.nbytes, dtype=torch.uint8, device=keys_RTD.device)

@@ -8,99 +8,77 @@ segment, D numbers of a key, V of a value, C tokens of a cache; in a tile T quer
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ktopt.cache.blocks.layout import BlockLayout
+from ktopt.diagnostics import KtoptError
 from ktopt.kernels import block_reference as reference
+from ktopt.kernels import cpu
+from ktopt.kernels.cpu import token_blocks as kernels
+from ktopt.kernels.segments import BlockSegments, CacheSegments, Segments
+
+__all__ = [
+    "BlockSegments", "CacheSegments", "Segments", "attend", "attend_reference", "attend_tile", "attend_tile_reference", "merge",
+    "pack", "unpack",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockSegments:
-    """Blocks that each row attends to: addresses (R, K) int64 on the CPU, of blocks of `layout`.
-
-    hidden (R, K) int64: how many of a block's first tokens aren't seen (padding). A block of which none is seen may have any
-    address. Whoever owns the blocks keeps them in memory until the attention is done.
-    """
-
-    layout: BlockLayout
-    addresses_RK: torch.Tensor
-    hidden_RK: torch.Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Of a row, hidden ones included."""
-        return int(self.addresses_RK.shape[1]) * self.layout.tokens
-
-    def numbers(self, value_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and which are seen (R, K * T)."""
-        if self.layout.value_dim != value_dim:
-            raise ValueError(f"blocks have values of {self.layout.value_dim} numbers, and {value_dim} are wanted")
-        seen = _seen(self.hidden_RK, len(self.addresses_RK), self.addresses_RK.shape[1], self.layout.tokens, device)
-        some = seen.unflatten(1, (-1, self.layout.tokens)).any(-1).cpu()
-        if bool((self.addresses_RK[some] == 0).any()):
-            raise ValueError("a block has no address")
-        blank = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
-        there = torch.where(some, self.addresses_RK, blank.data_ptr())
-        return *reference.unpack(there, self.layout, device), seen
+@cache
+def _say(reason: str) -> None:
+    """Once for each reason."""
+    log.warning("blocks are computed by torch: %s", reason)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CacheSegments:
-    """Tokens [begin, end) of a cache, which each row attends to: keys (R, C, D) and values (R, C, V) of one dtype, float32, float16
-    or bfloat16, each row contiguous. Without values a value is the first numbers of its key (latents).
-
-    hidden (R, 1) int64: how many of the first of these tokens aren't seen (padding).
-    """
-
-    keys_RCD: torch.Tensor
-    values_RCV: torch.Tensor | None
-    begin: int
-    end: int
-    hidden_RK: torch.Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Of a row, hidden ones included."""
-        return self.end - self.begin
-
-    def numbers(self, value_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values and which are seen (R, tokens)."""
-        keys = self.keys_RCD[:, self.begin : self.end]
-        values = keys[..., :value_dim] if self.values_RCV is None else self.values_RCV[:, self.begin : self.end]
-        if keys.shape[1] != self.tokens or values.shape[1:] != (self.tokens, value_dim):
-            raise ValueError(f"the cache hasn't tokens {self.begin} to {self.end} with values of {value_dim} numbers")
-        return keys, values, _seen(self.hidden_RK, keys.shape[0], 1, self.tokens, device)
-
-
-Segments = BlockSegments | CacheSegments
-
-
-def _seen(hidden_RK: torch.Tensor | None, rows: int, count: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """bool (R, K * T)"""
-    if hidden_RK is None:
-        return torch.ones(rows, count * tokens, dtype=torch.bool, device=device)
-    return (torch.arange(tokens, device=device) >= hidden_RK.to(device)[..., None]).reshape(rows, count * tokens)
+def _on_cpu(device: torch.device, *, fits: bool = True) -> bool:
+    """Whether the CPU's kernels compute this; where not, the log says why."""
+    there, reason = cpu.available()
+    if device.type == "cpu" and there and fits:
+        return True
+    if device.type != "cpu":
+        reason = f"there are no kernels for {device.type}"
+    elif there:
+        reason = "kernels take dimensions that are multiples of 16, and of 32 for Q8_0 and Q4_0"
+    _say(reason)
+    return False
 
 
 def pack(
-    keys_RTD: torch.Tensor, values_RTV: torch.Tensor | None, layout: BlockLayout, *, out: torch.Tensor | None = None
+    keys_RTD: torch.Tensor,
+    values_RTV: torch.Tensor | None,
+    layout: BlockLayout,
+    *,
+    out: torch.Tensor | None = None,
+    threads: int | None = None,
 ) -> torch.Tensor:
     """A block of each row from its keys and values, float32, float16 or bfloat16: uint8 (R, layout.nbytes), rounded as ggml does.
 
-    Values are left out where the layout shares them. ValueError where shapes don't fit.
+    Values are left out where the layout shares them. ValueError where shapes don't fit; KtoptError for numbers that the layout's
+    kind can't hold: inf and NaN in Q8_0 and Q4_0, and what float16 ends before (65504), or a scale in it.
     """
     rows = keys_RTD.shape[0]
     shapes = [(rows, layout.tokens, layout.key_dim), None if layout.shared else (rows, layout.tokens, layout.value_dim)]
     given = [tuple(keys_RTD.shape), None if values_RTV is None else tuple(values_RTV.shape)]
     if given != shapes or (out is not None and out.shape != (rows, layout.nbytes)):
         raise ValueError(f"keys {given[0]} and values {given[1]} don't fit blocks of {layout}")
-    made = reference.pack(keys_RTD, values_RTV, layout)
+    if not _on_cpu(keys_RTD.device):
+        if not all(reference.fits(x, layout.kind) for x in (keys_RTD, values_RTV) if x is not None):
+            raise KtoptError(kernels.TOO_LARGE.format(layout.kind))
+        made = reference.pack(keys_RTD, values_RTV, layout)
+        return made if out is None else out.copy_(made)
     if out is None:
-        return made
-    return out.copy_(made)
+        out = torch.empty(rows, layout.nbytes, dtype=torch.uint8)
+    elif out.dtype is not torch.uint8 or out.stride(1) != 1:
+        raise ValueError("blocks are made in uint8, a row's bytes one after another")
+    keys, values = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (keys_RTD, values_RTV))
+    assert keys is not None
+    kernels.pack(keys, values, layout, out, threads or torch.get_num_threads())
+    return out
 
 
 def unpack(
@@ -110,6 +88,7 @@ def unpack(
     *,
     device: torch.device | str = "cpu",
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks at these addresses as keys (R, K * T, D) and values (R, K * T, V) of a dtype, one block after the other.
 
@@ -117,10 +96,24 @@ def unpack(
     """
     if bool((addresses_RK == 0).any()):
         raise ValueError("a block has no address")
-    made = reference.unpack(addresses_RK, layout, torch.device(device))
-    if out is None:
-        return made[0].to(dtype), made[1].to(dtype)
-    return out[0].copy_(made[0]), out[1].copy_(made[1])
+    rows, tokens = addresses_RK.shape[0], addresses_RK.shape[1] * layout.tokens
+    keys, values = out or (torch.empty(rows, tokens, dim, dtype=dtype, device=device) for dim in (layout.key_dim, layout.value_dim))
+    if (
+        keys.shape != (rows, tokens, layout.key_dim)
+        or values.shape != (rows, tokens, layout.value_dim)
+        or keys.dtype != values.dtype
+    ):
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} don't fit {rows} rows of {tokens} tokens in {layout}"
+        )
+    if not _on_cpu(keys.device):
+        made = reference.unpack(addresses_RK, layout, keys.device)
+        return keys.copy_(made[0]), values.copy_(made[1])
+    if not keys[:1].is_contiguous() or not values[:1].is_contiguous():
+        raise ValueError("each row of keys and values must be contiguous")
+    if addresses_RK.numel():
+        kernels.unpack(addresses_RK.contiguous(), layout, keys, values, threads or torch.get_num_threads())
+    return keys, values
 
 
 def attend(
@@ -136,7 +129,16 @@ def attend(
 
     q is float32, contiguous. Segments may be of different kinds; the order doesn't matter. threads: torch's number of them.
     """
-    return attend_reference(q_RHD, segments, value_dim=value_dim, scale=scale)
+    rows, heads, key_dim = q_RHD.shape
+    together = max([part.together for part in segments], default=16)
+    if not _on_cpu(q_RHD.device, fits=key_dim % together == 0 and value_dim % together == 0):
+        return attend_reference(q_RHD, segments, value_dim=value_dim, scale=scale)
+    if q_RHD.dtype is not torch.float32 or not q_RHD.is_contiguous():
+        raise ValueError(f"queries must be float32 and contiguous, not {q_RHD.dtype} with strides {q_RHD.stride()}")
+    out, log_sum = torch.empty(rows, heads, value_dim), torch.empty(rows, heads)
+    groups = [part.group(rows, key_dim, value_dim) for part in segments]
+    kernels.attend(q_RHD, groups, out, log_sum, scale, threads or torch.get_num_threads())
+    return out, log_sum
 
 
 def attend_reference(

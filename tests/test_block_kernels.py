@@ -11,7 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from ktopt.cache.blocks.layout import KINDS, BlockLayout
-from ktopt.kernels import block_reference, blocks
+from ktopt.diagnostics import KtoptError
+from ktopt.kernels import block_reference, blocks, cpu
 from ktopt.kernels.blocks import BlockSegments, CacheSegments
 
 NONE = float("-inf")
@@ -20,6 +21,20 @@ NONE = float("-inf")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(1)
+
+
+@pytest.fixture(params=[*cpu.ISAS, "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each instruction set of the CPU kernels that this CPU has, and torch, which computes where there are none."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "available", lambda: (False, "not built"))
+        yield "torch"
+        return
+    if not cpu.available()[0] or request.param not in cpu.isas():
+        pytest.skip(f"there is no {request.param} here")
+    cpu.use_isa(request.param)
+    yield request.param
+    cpu.use_isa(None)
 
 
 def ggufs_bytes(numbers: torch.Tensor, kind: str) -> np.ndarray:
@@ -88,7 +103,7 @@ def close(made: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_packed_rows_are_ggufs_bytes(kind: str, dtype: torch.dtype) -> None:
+def test_packed_rows_are_ggufs_bytes(way: str, kind: str, dtype: torch.dtype) -> None:
     layout = BlockLayout(16, 96, 64, kind)
     keys, values = (awkward(48, dim).reshape(3, 16, dim).to(dtype) for dim in (96, 64))
     made = blocks.pack(keys, values, layout)
@@ -99,7 +114,7 @@ def test_packed_rows_are_ggufs_bytes(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unpacked_blocks_are_ggufs_numbers(kind: str) -> None:
+def test_unpacked_blocks_are_ggufs_numbers(way: str, kind: str) -> None:
     layout = BlockLayout(8, 64, 32, kind)
     keys, values = torch.randn(6, 8, 64), torch.randn(6, 8, 32)
     stored = blocks.pack(keys, values, layout)
@@ -117,15 +132,15 @@ def test_unpacked_blocks_are_ggufs_numbers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(1, 64, 64), (3, 64, 64), (8, 128, 96), (21, 192, 128)])
-def test_attention_to_scattered_blocks_is_torchs(kind: str, heads: int, key_dim: int, value_dim: int) -> None:
+def test_attention_to_scattered_blocks_is_torchs(way: str, kind: str, heads: int, key_dim: int, value_dim: int) -> None:
     made = Blocks(BlockLayout(32, key_dim, value_dim, kind), 2, 5)
     q = torch.randn(2, heads, key_dim)
     close(blocks.attend(q, [made.segments()], value_dim=value_dim, scale=0.2), torchs(q, made.keys, made.values, 0.2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("heads", [1, 16, 128])
-def test_attention_to_latents_takes_values_from_keys(kind: str, heads: int) -> None:
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+@pytest.mark.parametrize("heads", [1, 18])
+def test_attention_to_latents_takes_values_from_keys(way: str, kind: str, heads: int) -> None:
     made = Blocks(BlockLayout(64, 576, 512, kind, shared=True), 2, 3)
     window = torch.randn(2, 80, 576, dtype=torch.bfloat16)
     q = torch.randn(2, heads, 576)
@@ -134,7 +149,7 @@ def test_attention_to_latents_takes_values_from_keys(kind: str, heads: int) -> N
     close(blocks.attend(q, both, value_dim=512, scale=0.05), torchs(q, keys, keys[..., :512], 0.05))
 
 
-def test_kinds_mix_and_hidden_tokens_are_not_seen() -> None:
+def test_kinds_mix_and_hidden_tokens_are_not_seen(way: str) -> None:
     old, sink = Blocks(BlockLayout(32, 64, 64, "Q8_0"), 4, 6), Blocks(BlockLayout(64, 64, 64, "F16"), 4, 1)
     keys, values = torch.randn(4, 50, 64, dtype=torch.bfloat16), torch.randn(4, 50, 64, dtype=torch.bfloat16)
     hidden = torch.tensor([[0, 0, 0, 0, 0, 0], [32, 7, 0, 0, 0, 0], [40, 32, 32, 31, 0, 0], [0, 1, 2, 3, 4, 32]])
@@ -153,7 +168,7 @@ def test_kinds_mix_and_hidden_tokens_are_not_seen() -> None:
     close(blocks.attend(q, parts, value_dim=64, scale=0.3), wanted)
 
 
-def test_rows_that_see_nothing_give_zeros_and_minus_infinity() -> None:
+def test_rows_that_see_nothing_give_zeros_and_minus_infinity(way: str) -> None:
     made = Blocks(BlockLayout(16, 32, 32, "F16"), 2, 2)
     out, log_sum = blocks.attend(torch.randn(2, 3, 32), [made.segments(torch.tensor([[16, 20], [0, 15]]))], value_dim=32, scale=1.0)
     assert not out[0].any()
@@ -162,7 +177,7 @@ def test_rows_that_see_nothing_give_zeros_and_minus_infinity() -> None:
     assert log_sum[1].isfinite().all()
 
 
-def test_scores_of_any_size_neither_overflow_nor_vanish() -> None:
+def test_scores_of_any_size_neither_overflow_nor_vanish(way: str) -> None:
     made = Blocks(BlockLayout(32, 64, 64, "F32"), 2, 4, spread=300.0)
     q = torch.randn(2, 4, 64) * 100
     close(blocks.attend(q, [made.segments()], value_dim=64, scale=1.0), torchs(q, made.keys, made.values, 1.0), 1e-2)
@@ -226,3 +241,51 @@ def test_what_does_not_fit_is_refused() -> None:
     q = torch.randn(2, 3, 64)
     with pytest.raises(ValueError, match="no address"):
         blocks.attend(q, [BlockSegments(layout, torch.zeros(2, 3, dtype=torch.int64))], value_dim=64, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "fits"),
+    [
+        ("F16", 65504.0, True),
+        ("F16", 7e4, False),
+        ("F16", float("inf"), True),
+        ("BF16", 1e30, True),
+        ("Q8_0", 65504.0 * 127, True),
+        ("Q8_0", 65504.0 * 128, False),
+        ("Q4_0", -65504.0 * 8, True),
+        ("Q4_0", 65504.0 * 9, False),
+        ("Q8_0", float("nan"), False),
+        ("Q4_0", float("-inf"), False),
+    ],
+)
+def test_numbers_that_a_kind_cannot_hold_are_refused(way: str, kind: str, number: float, fits: bool) -> None:
+    values = torch.ones(1, 4, 32)
+    values[0, 2, 17] = number
+    layout = BlockLayout(4, 32, 32, kind)
+    if fits:
+        blocks.pack(torch.ones(1, 4, 32), values, layout)
+        return
+    with pytest.raises(KtoptError, match=f"{kind} can't hold: keep them as BF16"):
+        blocks.pack(torch.ones(1, 4, 32), values, layout)
+
+
+def test_tensors_are_packed_from_where_they_lie() -> None:
+    layout = BlockLayout(16, 64, 32, "Q8_0")
+    keys, values = torch.randn(2, 3, 40, 64), torch.randn(2, 40, 3, 32).transpose(1, 2)
+    out = torch.zeros(6, 2, layout.nbytes, dtype=torch.uint8)
+    parts = keys.flatten(0, 1)[:, 8:24], values.flatten(0, 1)[:, 8:24]
+    made = blocks.pack(*parts, layout, out=out[:, 1])
+    assert torch.equal(made, block_reference.pack(*parts, layout))
+    assert torch.equal(out[:, 1], made)
+    assert not out[:, 0].any()
+
+
+def test_torch_computes_where_there_is_no_kernel_and_the_log_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    blocks._say.cache_clear()
+    made = Blocks(BlockLayout(8, 24, 8, "F32"), 2, 3)
+    q = torch.randn(2, 3, 24)
+    for _ in range(2):
+        close(blocks.attend(q, [made.segments()], value_dim=8, scale=0.2), torchs(q, made.keys, made.values, 0.2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "blocks are computed by torch: kernels take dimensions that are multiples of 16, and of 32 for Q8_0 and Q4_0"
+    ]

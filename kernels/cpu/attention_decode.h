@@ -1,4 +1,5 @@
-// Attention of one query a sequence to its cache: long caches are shared out to threads in stretches, whose results are merged.
+// Attention of few queries to long caches: of one query a sequence to its cache, or of rows of queries to segments anywhere in
+// memory. What is long is shared out to threads in parts, whose results are merged.
 #pragma once
 
 #include "types.h"
@@ -21,5 +22,17 @@ struct DecodeShape {
 // out[i * out_stride + h * value_dim + d] for `count` queries q[i * q_stride + h * key_dim + d]. False where there is no memory.
 bool decode_attention(const DecodeShape& shape, const Sight* sights, int64_t count, const float* q, int64_t q_stride, float* out,
                       int64_t out_stride, int threads);
+
+// `group` query heads that share keys and values are a row, and `rows_together` rows lie one after another, the next ones a stride on.
+struct RowsShape {
+    int64_t rows, rows_together, group, key_dim, value_dim;
+    float scale;
+};
+
+// Row r attends to segments [first[r], first[r + 1]). Its query h is at q + r / rows_together * q_stride + (r % rows_together *
+// group + h) * key_dim, and so is its result; log_sum[r * group + h], unless null, is the natural logarithm of its softmax's sum. A
+// row that sees no token gives zeros and -inf. False where there is no memory.
+bool attend_segments(const RowsShape& shape, const Segment* segments, const int64_t* first, const float* q, int64_t q_stride,
+                     float* out, int64_t out_stride, float* log_sum, int threads);
 
 }  // namespace ktopt

@@ -135,6 +135,14 @@ PyMethodDef methods[] = {
     {"prefill_attention", fast(prefill_attention), METH_FASTCALL,
      "prefill_attention(kind, keys, values, key_head_bytes, value_head_bytes, capacity, heads, kv_heads, key_dim, value_dim, "
      "window, q, q_stride, tokens, first, start, out, out_stride, threads, scale)"},
+    {"pack_blocks", fast(pack_blocks), METH_FASTCALL,
+     "pack_blocks(*shape, rows, kind, keys, row_stride, token_stride, kind, values, row_stride, token_stride, out, out_stride, "
+     "threads) -> whether the numbers fit; shape: kind, tokens, key_dim, value_dim, value_offset, nbytes, shared"},
+    {"unpack_blocks", fast(unpack_blocks), METH_FASTCALL,
+     "unpack_blocks(*shape, rows, count, addresses, address_stride, kind, keys, row_stride, values, row_stride, threads)"},
+    {"segment_attention", fast(segment_attention), METH_FASTCALL,
+     "segment_attention(rows, heads, key_dim, value_dim, q, out, log_sum, threads, scale, then kind, tokens, count, addresses, "
+     "address_stride, keys, values, key_stride, value_stride, hidden of each group)"},
     {"experts", fast(make_experts), METH_FASTCALL,
      "experts(activation, shared, then kind, address, rows, columns, nbytes of gate, up and down of each expert) -> object"},
     {"run_experts", fast(call_experts), METH_FASTCALL,

@@ -28,6 +28,14 @@ struct Vector {
         const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
     }
+    static Vector load_int8(const int8_t* p) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+    }
+    static Vector all_float16(const uint8_t* p) {
+        int16_t half;
+        std::memcpy(&half, p, 2);
+        return {_mm512_cvtph_ps(_mm256_set1_epi16(half))};
+    }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     void store_float16(uint16_t* p) const {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -73,6 +81,10 @@ struct Vector {
         const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16))};
     }
+    static Vector load_int8(const int8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+    }
+    static Vector all_float16(const uint8_t* p) { return all(half_at(p)); }
     void store(float* p) const { _mm256_storeu_ps(p, v); }
     void store_float16(uint16_t* p) const {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -133,6 +145,12 @@ struct Vector {
         std::memcpy(&made.v, &bits, sizeof bits);
         return made;
     }
+    static Vector load_int8(const int8_t* p) {
+        Vector made;
+        for (int i = 0; i < WIDTH; i++) made.v[i] = float(p[i]);
+        return made;
+    }
+    static Vector all_float16(const uint8_t* p) { return all(half_at(p)); }
     void store(float* p) const { std::memcpy(p, &v, sizeof v); }
     void store_float16(uint16_t* p) const {
         for (int i = 0; i < WIDTH; i++) p[i] = float_to_half(v[i]);

@@ -1,6 +1,7 @@
 // Fills the table of functions of one instruction set: the last thing that its file does.
 #pragma once
 
+#include "attention_segments.h"
 #include "attention_tiles.h"
 #include "fused.h"
 #include "latent.h"

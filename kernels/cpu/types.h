@@ -65,14 +65,30 @@ using DequantizeFunction = void (*)(const uint8_t* row, int64_t columns, void* o
 // x * sigmoid(1.702 x), relu2 is relu's square.
 enum Activation : int { SILU = 0, GELU_TANH = 1, RELU = 2, GELU = 3, QUICK_GELU = 4, RELU2 = 5, ACTIVATIONS = 6 };
 
-// Consecutive tokens of one head's keys and values, each token's numbers one after the other, of kind F32, F16 or BF16. Dimensions
-// are multiples of 16.
-struct Stretch {
+// Consecutive tokens of one head's keys and values, each token's numbers one after the other, of kind F32, F16, BF16, Q8_0 or Q4_0.
+// Where `values` are `keys`, a value is the first numbers of its token's key.
+struct Segment {
     int kind;
     const uint8_t *keys, *values;
-    int64_t tokens, key_dim, value_dim;
-    float scale;  // of the scores
+    int64_t tokens;
 };
+
+// What queries attend to, in any order. Dimensions are multiples of 16, and of 32 where there is Q8_0 or Q4_0.
+struct SegmentRun {
+    const Segment* segments;
+    int64_t count, key_dim, value_dim;
+    float scale;     // of the scores
+    float* scratch;  // run_scratch numbers at a multiple of 64 bytes, or null where a run needs none
+};
+
+constexpr int64_t SEGMENT_HEADS = 4;           // queries that go through keys and values together
+constexpr int64_t SEGMENT_SCRATCH = 128 << 10;  // bytes of tokens that are unpacked for more queries than that: half of an L2 cache
+
+// Numbers that a run needs to unpack tokens.
+constexpr int64_t run_scratch(int64_t heads, int64_t key_dim, int64_t value_dim) {
+    const int64_t least = 4 * (key_dim + value_dim), most = SEGMENT_SCRATCH / 4;
+    return heads <= SEGMENT_HEADS ? 0 : least > most ? least : most;
+}
 
 // One block of a latent cache and 16 heads of one query (see mla.h): up to LATENT_BLOCK tokens, their numbers `row_bytes` apart.
 // A token's first `latent` numbers are what is summed up, all `width` meet the query. highest, sum (16) and out (16, latent) are
@@ -114,7 +130,7 @@ struct Kernels {
     void (*rotate)(float* x, const float* cos, const float* sin, int64_t dim);
     bool (*narrow)(int kind, const float* x, int64_t n, void* out);
     void (*add)(const float* x, int64_t n, float* to);
-    void (*attend)(const Stretch& s, const float* q, int64_t heads, float* out);
+    void (*attend)(const SegmentRun& run, const float* q, int64_t heads, float* out);  // attention_segments.h
     void (*add_scaled)(const float* x, int64_t n, float scale, float* to);  // to += scale * x
     LatentKernels latent, latent_bfloat16;  // on float32; and on bfloat16 where the CPU multiplies it, null elsewhere
     PrefillFunction prefill;
