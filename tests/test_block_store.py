@@ -1,48 +1,14 @@
 """A cache's blocks in memory: what was put is fetched bit by bit, budgets hold, and what is selected stays."""
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
+from block_fixtures import BLOCKS, LAYERS, LAYOUT, PLENTY, ROWS, assert_right, bytes_at, data, fill
 
 from ktopt.cache.blocks.eviction import HALF_LIFE, MOST, Warmth
 from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.diagnostics import KtoptError
-
-LAYOUT = BlockLayout(tokens=4, key_dim=32, value_dim=32, kind="Q8_0")  # 272 bytes, rounded up to 320
-LAYERS, ROWS, BLOCKS = 3, 2, 16
-PLENTY = 1 << 20
-
-
-def data(layer, block, rows=ROWS, layout=LAYOUT):
-    """A block's bytes: other ones for each layer, block and row."""
-    generator = torch.Generator().manual_seed(layer * 1000 + block)
-    return torch.randint(0, 256, (rows, layout.nbytes), dtype=torch.uint8, generator=generator)
-
-
-def bytes_at(addresses_RK, nbytes=LAYOUT.nbytes):
-    return torch.stack(
-        [
-            torch.stack([torch.frombuffer(bytearray(ctypes.string_at(int(a), nbytes)), dtype=torch.uint8) for a in row])
-            for row in addresses_RK
-        ]
-    )
-
-
-def fill(store, blocks=BLOCKS, first=0):
-    for block in range(first, blocks):
-        for layer in range(LAYERS):
-            store.put(layer, block, data(layer, block))
-
-
-def assert_right(store, layer, picks):
-    picks_RK = torch.tensor(picks, dtype=torch.int32)
-    found = bytes_at(store.fetch(layer, picks_RK))
-    for row, blocks in enumerate(picks):
-        for k, block in enumerate(blocks):
-            assert torch.equal(found[row, k], data(layer, block)[row]), (layer, row, block)
 
 
 @pytest.fixture

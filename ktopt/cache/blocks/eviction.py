@@ -48,6 +48,10 @@ class Warmth:
         """New parts of a layer begin as if they had been selected `importance` times just now."""
         self._warmth_P[parts_S] = self._gain[layer] * importance_S
 
+    def expect(self, layer: int, parts_S: NDArray[np.int64]) -> None:
+        """These parts are about to be selected: they are no colder than what has been selected once just now."""
+        self._warmth_P[parts_S] = np.maximum(self._warmth_P[parts_S], self._gain[layer])
+
     def coldest(self, parts_S: NDArray[np.int64], count: int) -> NDArray[np.intp]:
         """Positions of the `count` coldest in `parts_S`. Among parts alike, those go first whose layer comes last: a round over the
         layers that doesn't fit into memory would else take away just what it needs next."""

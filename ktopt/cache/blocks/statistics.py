@@ -13,10 +13,10 @@ class CacheStatistics:
     """Parts that a fetch found in the device pool."""
     hits_host: int = 0
     """Those found in the host pool."""
-    hits_prefetched: int = 0
-    """Those found in memory, or on their way, since a prefetch had asked for them: of `hits_device` and `hits_host`, or misses."""
     misses: int = 0
     """Parts that a fetch had to wait for: they lay on disk."""
+    prefetched: int = 0
+    """Parts brought from disk before they were asked for."""
     evictions: int = 0
     """Parts whose memory was taken for another."""
     put_bytes: int = 0
@@ -65,7 +65,7 @@ class CacheStatistics:
             ("put", megabytes(self.put_bytes)),
             ("read from disk", f"{megabytes(self.read_bytes)} in {self.reads:,} reads"),
             ("written to disk", megabytes(self.written_bytes)),
-            ("prefetched in time", f"{self.hits_prefetched:,}"),
+            ("prefetched", f"{self.prefetched:,}"),
             ("taken out of memory", f"{self.evictions:,}"),
             ("waited", f"{self.waits:,} times, {self.wait_s:.3f} s"),
         ]

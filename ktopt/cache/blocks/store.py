@@ -9,14 +9,20 @@ One thread calls a store. Legend: L layers, R rows, M blocks at most, K picks of
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ktopt.cache.blocks.disk import DiskTier
+from ktopt.cache.blocks.files import BlockHeader, FileShape
 from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.cache.blocks.pools import Budget, Pools
-from ktopt.cache.blocks.residency import KNOWN, PART_INDEX_BYTES, Residency
+from ktopt.cache.blocks.residency import KNOWN, ON_DISK, PART_INDEX_BYTES, Residency
 from ktopt.cache.blocks.statistics import CacheStatistics, megabytes
+from ktopt.cache.blocks.traffic import DiskTraffic
 from ktopt.diagnostics import KtoptError
 
 NONE = np.zeros(0, dtype=np.int64)
@@ -27,7 +33,7 @@ class BlockStore:
 
     The pools, the index and the buffers of reads take no more than the budgets, less what is reserved for others there. One fetch
     asks for `fetch_blocks` blocks of a row at most. KtoptError where these don't fit into memory, or not all blocks into memory
-    and disk together.
+    and disk together. Nothing is written to `disk` before half of the memory is taken.
     """
 
     def __init__(
@@ -39,22 +45,25 @@ class BlockStore:
         *,
         device_bytes: int,
         host_bytes: int,
+        disk: DiskTier | None = None,
         device_reserved_bytes: int = 0,
         host_reserved_bytes: int = 0,
         fetch_blocks: int = 1,
     ) -> None:
-        self.layout, self.layers, self.rows, self.max_blocks = layout, layers, rows, max_blocks
+        self.layout, self.layers, self.rows, self.max_blocks, self.disk = layout, layers, rows, max_blocks, disk
         self._budget = Budget(device_bytes, host_bytes, device_reserved_bytes, host_reserved_bytes)
-        self._overhead_bytes = layers * rows * max_blocks * PART_INDEX_BYTES
-        parts = layers * rows * max_blocks
+        parts, fetch_blocks = layers * rows * max_blocks, min(fetch_blocks, max_blocks)
+        shape = FileShape(disk.model_hash if disk else "", layout, layers, rows)
+        self._overhead_bytes = parts * PART_INDEX_BYTES + (disk.overhead_bytes(shape, max_blocks) if disk else 0)
         slots = self._budget.slots(layout.nbytes, self._overhead_bytes, parts)
-        self._check_room(slots, min(fetch_blocks, max_blocks))
+        self._check_memory(sum(slots), fetch_blocks, disk=disk is not None)
         self._pools = Pools(layout.nbytes, *slots)
         self._residency = Residency(layers, rows, max_blocks, self._pools)
         self._addresses_P = self._residency.addresses_P
         self._first_parts_LR1 = np.arange(layers * rows, dtype=np.int64).reshape(layers, rows, 1) * max_blocks
         self._kept = NONE  # what was fetched last, which stays put
         self._counts = CacheStatistics()
+        self._traffic = self._open(disk, shape, rows * fetch_blocks) if disk else None
 
     @property
     def addresses(self) -> torch.Tensor:
@@ -64,47 +73,68 @@ class BlockStore:
     def put(self, layer: int, block: int, data_RN: torch.Tensor, importance_R: torch.Tensor | None = None) -> None:
         """Store a new block of a layer, uint8. `importance_R`: as how many selections just now its parts count, 1 by default.
         KtoptError where memory is full and nothing can leave it."""
-        parts_R = self._first_parts_LR1[layer, :, 0] + block
         if not 0 <= block < self.max_blocks:
             raise KtoptError(f"block {block} doesn't fit into a cache of {self.max_blocks} blocks: give it a greater max_seq_len")
+        parts_R = self._first_parts_LR1[layer, :, 0] + block
         if self._residency.state_P[parts_R].any():
             raise KtoptError(f"block {block} of layer {layer} is in the cache already")
-        self._make_room(self.rows, NONE)
+        if self._traffic is not None:
+            self._traffic.room_to_put()
         slots_R = self._pools.take(parts_R)
         self._pools.write(slots_R, data_RN.numpy())
         self._residency.state_P[parts_R] = KNOWN
         self._residency.settle(parts_R, slots_R)
         self._residency.warmth.begin(layer, parts_R, 1.0 if importance_R is None else importance_R.numpy())
         self._counts.put_bytes += self.rows * self.layout.nbytes
+        if self._traffic is not None:
+            self._traffic.write(layer, block, slots_R.tolist(), begin=self._pools.free * 2 < self._pools.slots)
 
     def fetch(self, layer: int, picks_RK: torch.Tensor) -> torch.Tensor:
         """Addresses (R, K) of what each row has picked, int32 or int64, in memory. They hold until the store's next fetch or put.
         KtoptError for a block that isn't there, and for one whose only copy was on disk and is damaged."""
         parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
         addresses_RK = self._addresses_P[parts_RK]
-        missing = addresses_RK.size - int(np.count_nonzero(addresses_RK))
-        if missing:
-            self._bring(layer, parts_RK.reshape(-1))
-            addresses_RK = self._addresses_P[parts_RK]
-        self._mark(layer, parts_RK, addresses_RK, missing)
+        if np.count_nonzero(addresses_RK) < addresses_RK.size:
+            return self._fetch_missing(layer, parts_RK)
+        self._mark(layer, parts_RK, addresses_RK)
         return torch.from_numpy(addresses_RK)
 
     def touch(self, layer: int, picks_RK: torch.Tensor) -> None:
         """Note that a kernel has used these picks, all in memory, at the `addresses`: as `fetch`, but without asking for them."""
         parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
-        self._mark(layer, parts_RK, self._addresses_P[parts_RK], 0)
+        self._mark(layer, parts_RK, self._addresses_P[parts_RK])
 
     def prefetch(self, layer: int, picks_RK: torch.Tensor) -> None:
-        """Begin to bring in what is likely to be picked soon. Takes nothing out of memory that the last fetch has asked for."""
+        """Begin to bring in what is likely to be picked soon. What the last fetch has asked for stays in memory, and where there is
+        no room beside it, this brings in less, or nothing."""
+        if self._traffic is not None:
+            parts_S = np.unique(picks_RK.numpy() + self._first_parts_LR1[layer])
+            self._traffic.begin_reads(layer, parts_S, self._kept)
 
     def truncate(self, blocks: int) -> None:
         """Forget the blocks from `blocks` on, in all layers."""
+        if self._traffic is not None:
+            self._traffic.truncate(blocks)
         parts_LRM = self._first_parts_LR1 + np.arange(blocks, self.max_blocks)
         self._residency.forget(parts_LRM.reshape(-1))
         self._kept = NONE
 
+    def flush(self) -> None:
+        """Write all blocks to disk, durably. KtoptError where it doesn't take them."""
+        if self._traffic is not None:
+            self._traffic.flush()
+
+    def adopt(self, block: int, file: Path, header: BlockHeader) -> None:
+        """Take a file for a block, all layers of it: the block is on disk then. OSError where the file has gone."""
+        if self.disk is None:
+            raise KtoptError("only a cache with a disk tier takes files for blocks: set disk_path")
+        self.disk.adopt(block, file, header)
+        self._residency.state_P[self._first_parts_LR1[:, :, 0] + block] = KNOWN | ON_DISK
+
     def close(self) -> None:
-        """Give back the memory and remove the files. Nothing may be asked of the store afterwards."""
+        """End the threads and remove the files. Nothing may be asked of the store afterwards."""
+        if self._traffic is not None:
+            self._close()
 
     @property
     def statistics(self) -> CacheStatistics:
@@ -113,41 +143,56 @@ class BlockStore:
         counts.overhead_bytes = self._overhead_bytes
         counts.device_budget_bytes, counts.host_budget_bytes = self._budget.device_bytes, self._budget.host_bytes
         counts.evictions = self._residency.evictions
+        if self.disk is not None:
+            counts.disk_bytes, counts.written_bytes = self.disk.held_bytes, self.disk.written_bytes
         return counts
 
-    def _mark(self, layer: int, parts_RK: NDArray[np.int64], addresses_RK: NDArray[np.int64], missing: int) -> None:
+    def _open(self, disk: DiskTier, shape: FileShape, step_parts: int) -> DiskTraffic:
+        disk.open(shape, self.max_blocks)
+        parts_of_block = self.layers * self.rows
+        not_in_memory = max(self.max_blocks * parts_of_block - (self._pools.slots - step_parts), 0)
+        try:
+            disk.require_room(-(-not_in_memory // parts_of_block), f"of {self.max_blocks:,} of {megabytes(shape.nbytes)}")
+        except KtoptError:
+            disk.close()
+            raise
+        traffic = DiskTraffic(disk, self._residency, self._counts, self.max_blocks, step_parts)
+        self._close = weakref.finalize(self, traffic.close)
+        return traffic
+
+    def _mark(self, layer: int, parts_RK: NDArray[np.int64], addresses_RK: NDArray[np.int64], misses: int = 0) -> None:
         self._kept = parts_RK
         self._residency.warmth.mark(layer, parts_RK)
         on_device = int(np.count_nonzero(self._pools.on_device(addresses_RK))) if self._pools.device_slots else 0
         counts = self._counts
-        counts.misses += missing
+        counts.misses += misses
         counts.hits_device += on_device
-        counts.hits_host += addresses_RK.size - on_device
+        counts.hits_host += addresses_RK.size - misses - on_device
 
-    def _bring(self, layer: int, parts_S: NDArray[np.int64]) -> None:
-        gone = parts_S[(self._residency.state_P[parts_S] & KNOWN) == 0]
-        if len(gone):
-            raise KtoptError(f"block {gone[0] % self.max_blocks} of layer {layer} isn't in the cache")
+    def _fetch_missing(self, layer: int, parts_RK: NDArray[np.int64]) -> torch.Tensor:
+        unknown = parts_RK[(self._residency.state_P[parts_RK] & KNOWN) == 0]
+        if unknown.size:
+            raise KtoptError(f"block {unknown[0] % self.max_blocks} of layer {layer} isn't in the cache")
+        assert self._traffic is not None, "without a disk all parts are in memory"
+        self._traffic.take_note()
+        found_RK = self._addresses_P[parts_RK]
+        misses = found_RK.size - int(np.count_nonzero(found_RK))
+        self._mark(layer, parts_RK, found_RK, misses)
+        if misses:
+            self._traffic.bring(parts_RK.reshape(-1))
+        return torch.from_numpy(self._addresses_P[parts_RK])
 
-    def _make_room(self, count: int, kept_parts: NDArray[np.int64]) -> None:
-        if not self._residency.make_room(count, kept_parts):
-            raise KtoptError(
-                f"the cache's memory is full: it holds {self._pools.slots} parts of {self.layout.nbytes:,} bytes "
-                f"({megabytes(self._pools.slots * self.layout.nbytes)}), none of them on disk"
-            )
-
-    def _check_room(self, slots: tuple[int, int], fetch_blocks: int) -> None:
+    def _check_memory(self, slots: int, fetch_blocks: int, *, disk: bool) -> None:
         part_bytes, parts = self.layout.nbytes, self.layers * self.rows * self.max_blocks
         step = self.rows * fetch_blocks
-        if sum(slots) < step:
+        left = f"the budgets leave {megabytes(slots * part_bytes)}: {self._budget.in_words(self._overhead_bytes)}"
+        if slots < step:
             raise KtoptError(
-                f"one layer's step needs {fetch_blocks} blocks of {self.rows} rows in memory, {megabytes(step * part_bytes)}, "
-                f"and the budgets leave {megabytes(sum(slots) * part_bytes)}: {self._budget.in_words(self._overhead_bytes)}. Raise "
-                "gpu_memory_size_GB or cpu_memory_size_GB, or select fewer blocks"
+                f"one layer's step needs {fetch_blocks} blocks of {self.rows} rows in memory, {megabytes(step * part_bytes)}, and "
+                f"{left}. Raise gpu_memory_size_GB or cpu_memory_size_GB, or select fewer blocks"
             )
-        if sum(slots) < parts:
+        if slots < parts and not disk:
             raise KtoptError(
-                f"{self.max_blocks:,} blocks of {self.layers} layers take {megabytes(parts * part_bytes)}, and the budgets leave "
-                f"{megabytes(sum(slots) * part_bytes)}: {self._budget.in_words(self._overhead_bytes)}. Raise cpu_memory_size_GB, "
-                "set disk_path, keep keys and values in a smaller kv_type, or lower max_seq_len"
+                f"{self.max_blocks:,} blocks of {self.layers} layers take {megabytes(parts * part_bytes)}, and {left}. Raise "
+                "cpu_memory_size_GB, set disk_path, keep keys and values in a smaller kv_type, or lower max_seq_len"
             )
