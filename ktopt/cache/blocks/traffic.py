@@ -176,8 +176,8 @@ class DiskTraffic:
         owners = pools.owner[pools.owner >= 0]
         unwritten = int(np.count_nonzero((self._residency.state_P[owners] & ON_DISK) == 0))
         return (
-            f"the cache is full: its memory holds {pools.slots:,} parts of {pools.part_bytes:,} bytes, {self._step_parts:,} of them "
-            f"for a step's picks, and {unwritten:,} are on no disk. {self._disk_in_words()}. Free room there, raise "
+            f"the cache is full: its memory holds {pools.slots:,} parts of {pools.part_bytes:,} bytes, {self._step_parts:,} of "
+            f"them for a step's picks, and {unwritten:,} are on no disk. {self._disk_in_words()}. Free room there, raise "
             "cpu_memory_size_GB, or lower max_seq_len"
         )
 

@@ -71,9 +71,12 @@ class WriteBehind:
     def wait_for_progress(self) -> bool:
         """Until something is written that `take_written` hasn't told. False where nothing will be. Tries a full disk again."""
         with self._changed:
-            self._begun, self.error = True, None
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._written or self.error or not self._pending)
+            for _ in range(2):  # the first error may be of a write that had begun before there was room
+                self._begun, self.error = True, None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._written or self.error or not self._pending)
+                if self._written or not self.error:
+                    break
             return bool(self._written)
 
     def flush(self) -> bool:
