@@ -28,6 +28,8 @@ T* address(long long n) {
 // layer(description) and run_layer(...): see kernels/cpu/layer.py.
 PyObject* make_layer(PyObject*, PyObject* description);
 PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* run_before_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* run_after_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* run_mlp(PyObject*, PyObject* const* given, Py_ssize_t count);
 

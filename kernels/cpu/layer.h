@@ -85,6 +85,9 @@ struct PagedLatents {
 // What a layer is run on. x (batch, tokens, hidden) is read and written. cos and sin (batch or 1, tokens, rotary numbers).
 // starts (batch): the first token of each sequence that is no padding, or null. One of both caches is there; where neither is, the
 // layer's MLP runs alone.
+//
+// Grouped-query attention may be computed elsewhere: with `queries` (batch, tokens, heads * head_dim) a run writes them, normed and
+// rotated, and the cache, and ends there; x stays as it was. With `attended`, of the same shape, a run begins with what came of it.
 struct Run {
     float* x;
     int64_t batch, tokens;
@@ -94,6 +97,8 @@ struct Run {
     const PagedLatents* latents;
     const int64_t* starts;
     int threads;
+    float* queries = nullptr;
+    const float* attended = nullptr;
 };
 
 enum class Outcome { done, no_memory, beyond_float16 };

@@ -267,6 +267,11 @@ PyObject* ran(const Layer& layer, const Run& r) {
     Py_RETURN_NONE;
 }
 
+PyObject* missing() {
+    PyErr_SetString(PyExc_ValueError, "an address is missing, or the layer's attention is latent");
+    return nullptr;
+}
+
 }  // namespace
 
 PyObject* make_layer(PyObject*, PyObject* description) {
@@ -300,6 +305,27 @@ PyObject* run_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const KeyValueCache cache{int(n[6]), address<uint8_t>(n[7]), address<uint8_t>(n[8]), n[9], n[10]};
     return ran(*layer, {address<float>(n[0]), n[1], n[2], address<const float>(n[3]), address<const float>(n[4]), n[5] != 0, &cache,
                         nullptr, address<const int64_t>(n[11]), int(n[12])});
+}
+
+PyObject* run_before_attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[13];
+    const Layer* layer = layer_and("run_before_attention", given, count, 13, n);
+    if (layer == nullptr) return nullptr;
+    const KeyValueCache cache{int(n[6]), address<uint8_t>(n[7]), address<uint8_t>(n[8]), n[9], n[10]};
+    Run run{address<float>(n[0]), n[1], n[2], address<const float>(n[3]), address<const float>(n[4]), n[5] != 0, &cache,
+            nullptr, nullptr, int(n[12])};
+    run.queries = address<float>(n[11]);
+    return run.queries == nullptr ? missing() : ran(*layer, run);
+}
+
+PyObject* run_after_attention(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[4];
+    const Layer* layer = layer_and("run_after_attention", given, count, 4, n);
+    if (layer == nullptr) return nullptr;
+    auto* x = address<float>(n[0]);
+    Run run{x, 1, n[1], x, x, true, nullptr, nullptr, nullptr, int(n[3])};
+    run.attended = address<const float>(n[2]);
+    return run.attended == nullptr || layer->attention.heads == 0 ? missing() : ran(*layer, run);
 }
 
 PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {

@@ -13,13 +13,15 @@ thread_local Scratch slab_scratch;
 
 Slab::Slab(const Layer& layer, const Run& run, int64_t sequence, int64_t token, int64_t count)
     : layer_(layer), run_(run), isa_(kernels()), sequence_(sequence), token_(token), count_(count),
-      x_(run.x + (sequence * run.tokens + token) * layer.hidden) {}
+      x_(run.x + row() * layer.hidden) {}
 
 Outcome Slab::go() {
     if (!reserve()) return Outcome::no_memory;
+    const int64_t attended = layer_.attention.heads * layer_.attention.head_dim;
+    if (run_.attended != nullptr) add_attended(run_.attended + row() * attended, attended);
     if (run_.cache != nullptr) grouped_attention();
     if (run_.latents != nullptr) latent_attention();
-    if (outcome_ != Outcome::done) return outcome_;
+    if (outcome_ != Outcome::done || run_.queries != nullptr) return outcome_;
     if (layer_.routed.experts == nullptr) {
         dense_mlp();
     } else {

@@ -34,6 +34,7 @@ public:
 private:
     bool reserve();
     void grouped_attention();   // slab_grouped.cpp
+    void add_attended(const float* attended, int64_t width);
     void latent_attention();    // slab_latent.cpp
     void dense_mlp();
     void routed_mlp();
@@ -48,6 +49,8 @@ private:
     void residual(const Bundle& bundle, const Input& in, const Norm& norm);
     void add_normed(const Norm& norm);
 
+    // The slab's first token among all of the run.
+    int64_t row() const { return sequence_ * run_.tokens + token_; }
     int64_t sequence_of(int64_t t) const { return run_.tokens == 1 ? sequence_ + t : sequence_; }
     int64_t token_of(int64_t t) const { return run_.tokens == 1 ? 0 : token_ + t; }
     // Where token t's cos and sin begin.

@@ -45,12 +45,23 @@ void Slab::grouped_attention() {
     each_token(count_, run_.threads, [&](int64_t t) {
         if (!remember(qkv + t * width, t)) fit = false;
     });
+    if (fit && run_.queries != nullptr) {
+        float* queries = run_.queries + row() * out_width;
+        for (int64_t t = 0; t < count_; t++) std::copy_n(qkv + t * width, out_width, queries + t * out_width);
+        return;
+    }
     if (!fit || !attend(qkv, attended)) {
         outcome_ = fit ? Outcome::no_memory : Outcome::beyond_float16;
         return;
     }
-    each_token(count_, run_.threads, [&](int64_t t) { prepare(a.output, attended, out_width, t); });
-    residual(a.output, input(attended, out_width), layer_.after_attention);
+    add_attended(attended, out_width);
+}
+
+// x += the output matrices on attention's results, `width` numbers a token.
+void Slab::add_attended(const float* attended, int64_t width) {
+    const Bundle& output = layer_.attention.output;
+    each_token(count_, run_.threads, [&](int64_t t) { prepare(output, attended, width, t); });
+    residual(output, input(attended, width), layer_.after_attention);
 }
 
 // What token t sees: from the first that is no padding, and within the window, to itself.
