@@ -22,7 +22,8 @@ def first_tokens(
 ) -> torch.Tensor | int | str:
     """The first token in memory that each sequence sees, int64 (B), or 0 where all see all; or why the mask can't be told so.
 
-    mask     (B or 1, 1, S, N), bool with True for what is seen, or floats with 0 for what is seen
+    mask     (B or 1, 1, S, N), bool with True for what is seen, or floats with 0 for what is seen; or (B or 1, N), True for tokens
+             that are no padding
     batch, queries  B and S
     past     tokens in memory before the queries; N may be fewer than past + S where a window has closed over the oldest
     window   tokens that a query sees, its own included; 0 for all
@@ -42,6 +43,8 @@ def first_tokens(
 
 
 def _first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> torch.Tensor | int | str:
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return _first_unpadded(mask, queries, past, window)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != queries:
         return "an attention mask of another shape"
     covered = mask.shape[3]
@@ -59,6 +62,25 @@ def _first_tokens(mask: torch.Tensor, queries: int, past: int, window: int) -> t
     if not bool(padded.any()):
         return 0
     return torch.where(padded > 0, padded + behind, 0).to(torch.int64).contiguous()
+
+
+def _first_unpadded(mask_BN: torch.Tensor, queries: int, past: int, window: int) -> torch.Tensor | int | str:
+    """The same for a mask of padding alone. What stands behind a sequence is padding, too, among the queries themselves: those
+    before them don't see it."""
+    behind = past + queries - mask_BN.shape[1]
+    if behind < 0 or (behind and not window):
+        return "an attention mask for more or fewer tokens than the cache holds"
+    there = mask_BN.bool()
+    numbers = torch.arange(there.shape[1], device=there.device)
+    none = ~there.any(dim=1)
+    first = there.byte().argmax(dim=1).masked_fill(none, there.shape[1])
+    last = there.shape[1] - there.flip(1).byte().argmax(dim=1).masked_fill(none, 0)
+    whole = (numbers >= first[:, None]) & (numbers < last[:, None])
+    if bool((whole != there).any()) or bool(((last < there.shape[1] - queries) & ~none).any()):
+        return "padding between tokens"
+    if not bool(first.any()):
+        return 0
+    return torch.where(first > 0, first + behind, 0).to(torch.int64).contiguous()
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:

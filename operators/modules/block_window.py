@@ -1,0 +1,109 @@
+"""The last tokens of a layer's cache, as they came: unquantised, in one piece of memory, from which blocks leave at the front.
+
+Legend: B sequences, G heads of keys and values, N tokens, C capacity, D numbers of a key, V of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ktopt.diagnostics import KtoptError
+
+SLACK_TOKENS = 256
+"""What a window has room for beyond what it must hold, so that it is moved to the front once in so many tokens."""
+FLOAT16_LARGEST = 65504.0
+
+Staging = Callable[[int, torch.dtype], torch.Tensor]
+"""Memory of so many numbers for the moment, the same for all who ask."""
+
+
+class Window:
+    """Keys (B, G, C, D) and values (B, G, C, V) in a dtype, of which `tokens` from `first` on are there. It has room for `least`
+    tokens at any time; while more are in it (a prompt's chunk), they stand in memory of the moment. Without values (latents) those
+    are a part of the keys."""
+
+    def __init__(
+        self, batch: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device, least: int, staging: Staging
+    ) -> None:
+        self.shape, self.dims, self.dtype, self.device = (batch, heads), dims, dtype, device
+        self.first = self.tokens = 0
+        self._staging = staging
+        with torch.inference_mode(False):  # the cache may be used outside of it later
+            self._own = [torch.empty(batch, heads, least + SLACK_TOKENS, dim, dtype=dtype, device=device) for dim in dims if dim]
+        self._held = self._own
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """With all their memory."""
+        return self._held[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._held[1] if len(self._held) > 1 else None
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        """The memory that stays."""
+        return self._own
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self._own)
+
+    @property
+    def end(self) -> int:
+        """Where the next token goes."""
+        return self.first + self.tokens
+
+    def there(self) -> list[torch.Tensor]:
+        """The tokens' keys (B, G, N, D), and values."""
+        return [held[:, :, self.first : self.end] for held in self._held]
+
+    def room(self, tokens: int) -> None:
+        """Make room for so many more."""
+        if self.end + tokens <= self.keys.shape[2]:
+            return
+        wanted = self.tokens + tokens
+        if wanted <= self._own[0].shape[2]:
+            self._move(self._own)
+            return
+        numbers = self.shape[0] * self.shape[1] * wanted
+        memory, at, wider = self._staging(numbers * sum(self.dims), self.dtype), 0, []
+        for dim in filter(None, self.dims):
+            wider.append(memory[at : at + numbers * dim].view(*self.shape, wanted, dim))
+            at += numbers * dim
+        self._move(wider)
+
+    def append(self, *states: torch.Tensor) -> None:
+        """Add tokens: keys (B, G, n, D), and values. KtoptError for a number that float16 can't hold."""
+        count = states[0].shape[2]
+        self.room(count)
+        for held, new in zip(self._held, states, strict=True):
+            if self.dtype is torch.float16 and new.dtype is not torch.float16 and not float(new.abs().amax()) <= FLOAT16_LARGEST:
+                raise KtoptError(f"a key or a value has a number beyond float16's {FLOAT16_LARGEST:g}: give `kv_type: BF16` or FP32")
+            held[:, :, self.end : self.end + count] = new
+        self.tokens += count
+
+    def drop(self, tokens: int) -> None:
+        """Let the first so many go."""
+        self.first, self.tokens = self.first + tokens, self.tokens - tokens
+
+    def shrink(self) -> None:
+        """Give memory of the moment back, if what is left has room without."""
+        if self._held is not self._own and self.tokens <= self._own[0].shape[2]:
+            self._move(self._own)
+
+    def put_before(self, states: list[torch.Tensor]) -> None:
+        """Put tokens before those that are there."""
+        joined = [torch.cat((old.to(self.dtype), new), dim=2) for old, new in zip(states, self.there(), strict=True)]
+        self.first = self.tokens = 0
+        self._held = self._own
+        self.append(*joined)
+
+    def _move(self, to: list[torch.Tensor]) -> None:
+        for old, new in zip(self.there(), to, strict=True):
+            overlaps = old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
+            new[:, :, : self.tokens] = old.clone() if overlaps else old
+        self._held, self.first = to, 0
