@@ -14,6 +14,7 @@ DECLARATIONS = (
     "ktopt.operators.mlp",
     "ktopt.operators.rope",
     "ktopt.operators.attention",
+    "ktopt.operators.dynamic",
     "ktopt.operators.layer",
     "ktopt.operators.model",
     "ktopt.operators.ascend",

@@ -45,11 +45,6 @@ def needs_latent(module: Module, config: OperatorConfig) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(PlacedConfig):
-    """kwargs of attention modules without options."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChunkedAttentionConfig(PlacedConfig):
     """kwargs of the attention modules that upstream gave a chunk size."""
 
@@ -181,14 +176,3 @@ for _name, _family, _upstream in (
         reason=REASON,
         families=(_family,),
     )(ChunkedAttentionConfig)
-
-operator(
-    "KLlamaAttention",
-    aliases=upstream_names("attention", "KLlamaAttention"),
-    roles=("attention",),
-    summary=SUMMARY,
-    upstream="grouped-query attention; with long context set up, over a cache on the CPU that chose the blocks to attend to",
-    forward_changed=True,
-    reason=REASON,
-    families=("llama",),
-)(AttentionConfig)

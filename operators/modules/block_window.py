@@ -44,6 +44,11 @@ class Window:
         return self._held[1] if len(self._held) > 1 else None
 
     @property
+    def held(self) -> list[torch.Tensor]:
+        """Keys, and values, with all their memory."""
+        return self._held
+
+    @property
     def own(self) -> list[torch.Tensor]:
         """The memory that stays."""
         return self._own

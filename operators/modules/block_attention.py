@@ -1,0 +1,104 @@
+"""Attention over a layer that keeps blocks: a decoding token's to the sink, the window and chosen blocks; a prompt's is in
+block_reading.py.
+
+Legend: B sequences, S new tokens, N query heads, G heads of keys, R = B * G rows, H query heads of a row, K picks of a row, D numbers
+of a key, V of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ktopt.kernels.blocks import BlockSegments, CacheSegments, Segments, attend, merge
+from ktopt.operators.modules.block_choice import Choice, choose
+from ktopt.operators.modules.block_layer import BlockLayer
+from ktopt.operators.modules.block_reading import Part, read
+
+FEW_TOKENS = 16
+"""Up to so many new tokens at once (a guess that is checked) don't count as a new prompt."""
+
+
+def attend_blocks(
+    held: BlockLayer, query_BNSD: torch.Tensor, states: tuple[torch.Tensor, ...], scale: float, starts_B: torch.Tensor | None
+) -> torch.Tensor:
+    """Add new tokens' keys (B, G, S, D) and values to a layer, and attend with their queries: float32 (B, S, N, V).
+
+    starts: each sequence's first token that is no padding. KtoptError, before any work, for more tokens than the cache may hold.
+    """
+    tokens = query_BNSD.shape[2]
+    held.shared.check_room(held.get_seq_length(), tokens)
+    held.lazy_initialization(*states)
+    begin(held, tokens, scale, starts_B)
+    query_BNSD = query_BNSD.float()
+    if tokens == 1:
+        held.append(*states)
+        return decode(held, query_BNSD)
+    step, made = held.shared.settings.chunk_size, []
+    for at in range(0, tokens, step):
+        held.append(*(each[:, :, at : at + step] for each in states))
+        made.append(read(held, query_BNSD[:, :, at : at + step].transpose(1, 2).contiguous()))
+    return made[0] if len(made) == 1 else torch.cat(made, dim=1)
+
+
+def begin(held: BlockLayer, tokens: int, scale: float, starts_B: torch.Tensor | None) -> None:
+    """Note what a layer's next tokens are attended to with; many of them are a new prompt."""
+    held.scale, held.starts_B = scale, starts_B
+    if held.shared.leads(held.number):
+        held.shared.prompt_picks.pop(held.number, None)
+    if tokens > FEW_TOKENS:
+        held.choice = Choice()
+    elif tokens > 1:
+        held.choice.step = 0
+
+
+def decode(held: BlockLayer, query_BN1D: torch.Tensor) -> torch.Tensor:
+    """The attention (B, 1, N, V) of one token, which stands in the window already; then blocks leave."""
+    batch, heads, _, dim = query_BN1D.shape
+    q_RHD = query_BN1D.reshape(held.rows, -1, dim)
+    out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, choose(held, q_RHD))
+    if held.shared.settings.anchor_type == "DYNAMIC":
+        held.asked.add(query_BN1D, log_sums_RH.view(batch, heads, 1), held.get_seq_length())
+    held.leave()
+    return out_RHV.view(batch, 1, heads, -1)
+
+
+def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor | None) -> Part:
+    """Attention to the sink, the window and chosen blocks, or all: (R, H, V) and (R, H)."""
+    ends, store = _ends(held), held.shared.store
+    if picks_RK is not None:
+        return _attend(held, q_RHD, [*ends, _picked(held, picks_RK, store.fetch(held.number, picks_RK))])
+    all_RM = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
+    addresses_RM = store.addresses[held.number, :, : held.middle]
+    if bool(addresses_RM.all()):
+        return _attend(held, q_RHD, [*ends, _picked(held, all_RM, addresses_RM.contiguous())])
+    parts = [_attend(held, q_RHD, ends)]
+    for first, end in held.tiles():
+        some_RK = all_RM[:, first:end].contiguous()
+        parts.append(_attend(held, q_RHD, [_picked(held, some_RK, store.fetch(held.number, some_RK))]))
+    return merge(parts)
+
+
+def _attend(held: BlockLayer, q_RHD: torch.Tensor, segments: list[Segments]) -> Part:
+    layout = held.shared.layout
+    assert layout is not None
+    return attend(q_RHD.contiguous(), segments, value_dim=layout.value_dim, scale=held.scale)
+
+
+def _picked(held: BlockLayer, picks_RK: torch.Tensor, addresses_RK: torch.Tensor) -> BlockSegments:
+    assert held.shared.layout is not None
+    return BlockSegments(held.shared.layout, addresses_RK, held.hidden(picks_RK))
+
+
+def _ends(held: BlockLayer) -> list[Segments]:
+    """The sink and the window."""
+    window, tokens, starts_R = held.window, held.shared.tokens, held.starts_R
+    assert window is not None
+    zones = [(held.sink, 0, min(held.gone, held.shared.sinks) * tokens, 0)] if held.gone else []
+    zones.append((window.held, window.first, window.end, held.gone * tokens))
+    made: list[Segments] = []
+    for memory, first, end, position in zones:
+        hidden = None if starts_R is None else (starts_R[:, None] - position).clamp(0, end - first)
+        made.append(CacheSegments(*(each.flatten(0, 1) for each in memory), first, end, hidden))
+    return made
+
+

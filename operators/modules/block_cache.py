@@ -1,0 +1,197 @@
+"""What the layers of one blocked cache have in common: settings, the store of their blocks, and the choices that layers share.
+
+Legend: L layers, R rows (a KV head of a sequence), K picks of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
+from ktopt.cache.blocks.statistics import CacheStatistics
+from ktopt.cache.blocks.store import BlockStore
+from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
+from ktopt.diagnostics import KtoptError
+from ktopt.operators.modules.block_window import SLACK_TOKENS
+from ktopt.weights.ggml_types import BY_NAME
+
+if TYPE_CHECKING:
+    from ktopt.operators.modules.block_layer import BlockLayer
+
+log = logging.getLogger(__name__)
+
+WINDOW_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
+"""What the last tokens are kept in, by kv_type; float16 for the others."""
+KINDS = {"FP32": "F32", "BF16": "BF16", "FP16": "F16"}
+"""The store's names of kv_types whose own names are others."""
+TILE_TOKENS = 8192
+"""Tokens of a context that are unpacked at a time."""
+GIGA = 1_000_000_000
+
+
+class BlockCache:
+    """The state of one transformers Cache whose layers keep blocks.
+
+    settings   long_context, settled: lengths in whole blocks
+    memory     kvc2
+    indices    the layers that keep blocks, by their number in the cache; the place in this list is a layer's own number here
+    """
+
+    def __init__(self, settings: LongContextSettings, memory: CacheSettings, indices: Sequence[int]) -> None:
+        self.settings, self.memory, self.indices = checked(settings), memory, list(indices)
+        self.tokens = settings.block_size
+        self.layers: dict[int, BlockLayer] = {}
+        self.picks: dict[int, torch.Tensor | None] = {}
+        self.prompt_picks: dict[int, dict[int, torch.Tensor]] = {}
+        self.layout: BlockLayout | None = None
+        self._store: BlockStore | None = None
+        self._staging: dict[torch.dtype, torch.Tensor] = {}
+
+    @cached_property
+    def sinks(self) -> int:
+        """Blocks at the beginning that are always attended to."""
+        return sink_blocks(self.tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the cache can hold."""
+        return self.settings.max_seq_len
+
+    @cached_property
+    def tile_blocks(self) -> int:
+        """Blocks that are unpacked at a time."""
+        return max(1, min(TILE_TOKENS // self.tokens, capacity_blocks(self.settings)))
+
+    @property
+    def window_dtype(self) -> torch.dtype:
+        return WINDOW_DTYPES.get(self.settings.kv_type or "", torch.float16)
+
+    @property
+    def store(self) -> BlockStore:
+        assert self._store is not None
+        return self._store
+
+    @property
+    def statistics(self) -> CacheStatistics | None:
+        """Of the store; None before the first token."""
+        return None if self._store is None else self._store.statistics
+
+    def leads(self, number: int) -> bool:
+        """Whether a layer chooses blocks, for itself or for others too."""
+        after = number - self.settings.dense_layer_num
+        return after >= 0 and after % self.settings.layer_step == 0
+
+    def group(self, number: int) -> int:
+        """The layer whose choice a layer shares: its own number where it chooses for itself."""
+        after = number - self.settings.dense_layer_num
+        return number - after % self.settings.layer_step
+
+    def dense(self, number: int) -> bool:
+        """Whether a layer attends to everything."""
+        return number < self.settings.dense_layer_num
+
+    def open(self, rows: int, key_dim: int, value_dim: int, *, shared: bool = False) -> None:
+        """Take memory for so many rows. KtoptError where the budgets don't hold what a step needs, or where layers differ."""
+        layout = BlockLayout(self.tokens, key_dim, value_dim, self._kind(key_dim, value_dim), shared)
+        if self._store is not None:
+            if (layout, rows) != (self.layout, self._store.rows):
+                raise KtoptError(
+                    f"layers of one cache keep blocks of one size: {self._store.rows} rows of {self.layout}, not {rows} of {layout}"
+                )
+            return
+        blocks = capacity_blocks(self.settings)
+        whole = len(self.indices) * rows * blocks * (layout.nbytes + 64)
+        device, host = budgets(self.memory, whole + self._reserved_bytes(rows, layout))
+        reserved = self._reserved_bytes(rows, layout)
+        on_device = min(device, reserved)
+        self._store = BlockStore(
+            layout,
+            len(self.indices),
+            rows,
+            blocks,
+            device_bytes=device,
+            host_bytes=host,
+            device_reserved_bytes=on_device,
+            host_reserved_bytes=reserved - on_device,
+            fetch_blocks=min(self.settings.second_select_num, blocks),
+        )
+        self.layout = layout
+
+    def _kind(self, *dims: int) -> str:
+        kind = self.settings.kv_type
+        if kind is None:
+            together = BY_NAME["Q8_0"].block_elements
+            if all(dim % together == 0 for dim in dims):
+                return "Q8_0"
+            _say(f"heads of {dims[0]} numbers can't be kept in Q8_0, which takes {together} together: blocks are kept in FP16")
+            return "F16"
+        return KINDS.get(kind, kind)
+
+    def _reserved_bytes(self, rows: int, layout: BlockLayout) -> int:
+        """What anchors and windows take, and the chunk and the tile in work."""
+        long, item = self.settings, self.window_dtype.itemsize
+        numbers = layout.key_dim + (0 if layout.shared else layout.value_dim)
+        least = long.local_windows_len + self.tokens
+        standing = (least + SLACK_TOKENS + self.sinks * self.tokens) * len(self.indices)
+        moment = least + long.chunk_size + self.tile_blocks * self.tokens
+        choosing = sum(self.leads(number) for number in range(len(self.indices)))
+        each = anchor_bytes(long.anchor_type, long.anchor_num or 1, self.tokens, layout.key_dim)
+        return rows * ((standing + moment) * numbers * item + choosing * capacity_blocks(long) * each)
+
+    def staging(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the moment: so many numbers, which the next who asks gets too."""
+        held = self._staging.get(dtype)
+        if held is None or held.numel() < numbers:
+            with torch.inference_mode(False):
+                held = self._staging[dtype] = torch.empty(numbers, dtype=dtype)
+        return held[:numbers]
+
+    def check_room(self, seen: int, tokens: int) -> None:
+        """KtoptError where so many tokens after those seen are more than the cache may hold: to be called before any work."""
+        if seen + tokens > self.capacity:
+            there = f"{seen} are there, and {tokens} more" if seen else f"{tokens}"
+            raise KtoptError(
+                f"the cache holds {self.capacity} tokens (max_seq_len): {there} are too many. Raise max_seq_len, or shorten the prompt"
+            )
+
+    def forget_cropped(self) -> None:
+        """Let the store forget blocks that no layer counts any more."""
+        if self._store is not None:
+            self._store.truncate(max((layer.middle for layer in self.layers.values()), default=0))
+
+    def close(self) -> None:
+        """Give memory and files back."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def __deepcopy__(self, memo: Any) -> BlockCache:
+        raise KtoptError("a cache of blocks can't be copied: read the prompt again, or take tokens back with crop()")
+
+
+def checked(settings: LongContextSettings) -> LongContextSettings:
+    """The settings, settled. KtoptError where they can't stand together."""
+    settled = settle(settings)
+    if found := contradictions(settled):
+        raise KtoptError("; ".join(f"{each.message}: {each.help}" for each in found))
+    return settled
+
+
+def budgets(memory: CacheSettings, whole: int) -> tuple[int, int]:
+    """Bytes of the device's and of the host's tier, on a machine whose device is its CPU, for a cache that takes `whole` at most."""
+    device = memory.gpu_memory_size_GB
+    if device is None:
+        device_bytes = whole if memory.gpu_only else 0
+    else:
+        device_bytes = min(whole, int(device * GIGA * memory.utilization_percentage))
+    return device_bytes, 0 if memory.gpu_only else min(whole - device_bytes, int(memory.cpu_memory_size_GB * GIGA))
+
+
+@lru_cache(maxsize=64)
+def _say(what: str) -> None:
+    log.warning("%s", what)
