@@ -23,7 +23,7 @@ ATTENTION = frozenset(
         "Qwen3Attention", "Qwen3MoeAttention", "SeedOssAttention", "SmolLM3Attention", "StableLmAttention", "Starcoder2Attention",
     }
 )  # fmt: skip
-"""Simple names of transformers' classes whose attention is causal, over keys and values of their own, by the attention interface."""
+"""Simple names of transformers' classes whose attention is causal, over keys and values of their own, through the interface."""
 HALF_BYTES, FLOAT_BYTES = 2, 4
 WINDOW_SLACK_TOKENS = 256
 PART_INDEX_BYTES = 25
@@ -139,7 +139,7 @@ for _name, _aliases, _upstream, _families in (
         implementation=IMPLEMENTATION,
         summary=SUMMARY,
         upstream=_upstream,
-        forward_changed=True,
+        forward_changed=bool(_aliases),
         refuses=needs_interface,
         working=dynamic_working,
         families=_families,

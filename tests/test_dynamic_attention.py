@@ -51,11 +51,14 @@ def test_a_prompt_in_chunks_and_tokens_after_it_give_transformers_logits(model):
     cache = DynamicCache(config=model.config)
     assert difference(logits_of(ours, pieces, cache), logits_of(model, pieces)) < 1e-5
     kinds = {type(layer).__name__ for layer in cache.layers}
-    assert kinds <= {"BlockLayer", "GrowingSlidingLayer"} and cache.get_seq_length() == 110
+    assert kinds <= {"BlockLayer", "GrowingSlidingLayer"}
+    assert cache.get_seq_length() == 110
 
 
 @pytest.mark.parametrize("changes", [{}, MORE], ids=["grouped", "each its own"])
-@pytest.mark.parametrize("steps", [{}, {"token_step": 5}, {"layer_step": 2}, {"layer_step": 2, "dense_layer_num": 1, "token_step": 3}])
+@pytest.mark.parametrize(
+    "steps", [{}, {"token_step": 5}, {"layer_step": 2}, {"layer_step": 2, "dense_layer_num": 1, "token_step": 3}]
+)
 @pytest.mark.parametrize("anchor_type", ANCHORS)
 def test_a_budget_of_all_blocks_is_full_attention(anchor_type, steps, changes):
     model = random_model("llama", **changes)
@@ -156,7 +159,8 @@ def test_masks_are_never_quadratic(monkeypatch):
     assert not given
     mask[0, :5] = 0
     ours(IDS.expand(2, -1), attention_mask=mask)
-    assert given and all(each.dim() == 2 for each in given)
+    assert given
+    assert all(each.dim() == 2 for each in given)
 
 
 def test_packed_texts_give_transformers_logits():
@@ -215,7 +219,7 @@ def test_a_model_in_bfloat16_stays_one():
 def test_a_copied_and_a_pickled_model_attend_as_the_original():
     ours = blocked(random_model("llama"))
     expected = logits_of(ours, pieces_of(IDS, 100))
-    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):  # noqa: S301
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert difference(logits_of(other, pieces_of(IDS, 100)), expected) == 0
 
 
@@ -225,7 +229,10 @@ def test_the_models_settings_count_where_a_kwarg_is_null_and_defaults_after_them
     assert attention.settings == (LongContextSettings(max_seq_len=600), CacheSettings())
     with pytest.raises(KtoptError, match="the cache holds 5"):
         ours(IDS)
-    attention.use_long_context(LongContextSettings(max_seq_len=6400, block_size=64, second_select_num=3, local_windows_len=64, preselect_block=False), CacheSettings(gpu_only=True))
+    attention.use_long_context(
+        LongContextSettings(max_seq_len=6400, block_size=64, second_select_num=3, local_windows_len=64, preselect_block=False),
+        CacheSettings(gpu_only=True),
+    )
     long, memory = attention.settings
     assert (long.max_seq_len, long.block_size, long.second_select_num, memory.gpu_only) == (600, 64, 3, True)
 
@@ -236,7 +243,8 @@ def test_statistics_are_at_hand():
     assert block_cache(cache) is None
     logits_of(ours, pieces_of(IDS, 100), cache)
     counts = block_cache(cache).statistics
-    assert counts.hits_host == 10 * 3 * 2 * 2 and counts.put_bytes > 0 == counts.misses
+    assert counts.hits_host == 10 * 3 * 2 * 2
+    assert counts.put_bytes > 0 == counts.misses
 
 
 def test_klamaattention_is_the_same_by_ktransformers_name():

@@ -1,8 +1,8 @@
-"""The attention implementation "ktopt_blocks" of transformers' attention interface, and its masks, which are never quadratic: none, or
-the 2-D mask of padding.
+"""The attention implementation "ktopt_blocks" of transformers' attention interface, and its masks, which are never quadratic: none,
+or the 2-D mask of padding.
 
-A module with KDynamicAttention hands its layer of the cache over; for others, keys and values are at hand whole, and are attended to
-tile by tile.
+A module with KDynamicAttention hands its layer of the cache over; for others, keys and values are at hand whole, and are attended
+to tile by tile.
 
 Legend: B sequences, S queries, N query heads, G heads of keys, X keys, D numbers of a key, V of a value.
 """
@@ -41,8 +41,8 @@ def mask(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> torch.Tensor | None:
-    """None where only causality and a window hide tokens, (B, kv_length) bool where padding does, too. What else a model may ask for
-    (packed sequences, tokens that see later ones, caches with room behind their tokens) is told by transformers' own mask."""
+    """None where only causality and a window hide tokens, (B, kv_length) bool where padding does, too. What else a model may ask
+    for (packed sequences, tokens that see later ones, caches with room behind their tokens) is told by transformers' own mask."""
     behind = isinstance(q_offset, int) and kv_offset + kv_length == q_offset + q_length
     if not behind or (q_length > 1 and not allow_is_causal_skip):
         from transformers.masking_utils import sdpa_mask
@@ -97,7 +97,9 @@ def _starts(mask: torch.Tensor | None, query: torch.Tensor, past: int, window: i
         return None
     starts = first_tokens(mask, query.shape[0], query.shape[2], past, window, mask)
     if isinstance(starts, str):
-        raise KtoptError(f"attention over blocks sees tokens up to its own, from the first that is no padding, and this is {starts}")
+        raise KtoptError(
+            f"attention over blocks sees tokens up to its own, from the first that is no padding, and this is {starts}"
+        )
     return None if isinstance(starts, int) else starts
 
 
@@ -116,7 +118,13 @@ def _by_tiles(
 
 
 def _by_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, window: int, scale: float, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int,
+    scale: float,
+    dropout: float,
 ) -> torch.Tensor:
     """With gradients, dropout, or a mask of anything: torch's own, under a whole mask."""
     queries, keys = query.shape[2], key.shape[2]

@@ -14,8 +14,8 @@ SCORES = 1 << 22
 
 
 class Asked:
-    """Up to KEPT queries (B, N, Q, D), float32, of tokens one after the other, with the logarithm of each softmax's sum. `end` is the
-    position after the last."""
+    """Up to KEPT queries (B, N, Q, D), float32, of tokens one after the other, with the logarithm of each softmax's sum. `end` is
+    the position after the last."""
 
     def __init__(self) -> None:
         self.end = 0

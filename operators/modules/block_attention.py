@@ -1,8 +1,8 @@
 """Attention over a layer that keeps blocks: a decoding token's to the sink, the window and chosen blocks; a prompt's is in
 block_reading.py.
 
-Legend: B sequences, S new tokens, N query heads, G heads of keys, R = B * G rows, H query heads of a row, K picks of a row, D numbers
-of a key, V of a value.
+Legend: B sequences, S new tokens, N query heads, G heads of keys, R = B * G rows, H query heads of a row, K picks of a row, D
+numbers of a key, V of a value.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def _ends(held: BlockLayer) -> list[Segments]:
     made: list[Segments] = []
     for memory, first, end, position in zones:
         hidden = None if starts_R is None else (starts_R[:, None] - position).clamp(0, end - first)
-        made.append(CacheSegments(*(each.flatten(0, 1) for each in memory), first, end, hidden))
+        keys, values = (each.flatten(0, 1) for each in memory)
+        made.append(CacheSegments(keys, values, first, end, hidden))
     return made
-
-

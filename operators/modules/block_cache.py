@@ -141,7 +141,7 @@ class BlockCache:
         moment = least + long.chunk_size + self.tile_blocks * self.tokens
         choosing = sum(self.leads(number) for number in range(len(self.indices)))
         each = anchor_bytes(long.anchor_type, long.anchor_num or 1, self.tokens, layout.key_dim)
-        return rows * ((standing + moment) * numbers * item + choosing * capacity_blocks(long) * each)
+        return int(rows * ((standing + moment) * numbers * item + choosing * capacity_blocks(long) * each))
 
     def staging(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the moment: so many numbers, which the next who asks gets too."""
@@ -156,7 +156,8 @@ class BlockCache:
         if seen + tokens > self.capacity:
             there = f"{seen} are there, and {tokens} more" if seen else f"{tokens}"
             raise KtoptError(
-                f"the cache holds {self.capacity} tokens (max_seq_len): {there} are too many. Raise max_seq_len, or shorten the prompt"
+                f"the cache holds {self.capacity} tokens (max_seq_len): {there} are too many. Raise max_seq_len, or "
+                "shorten the prompt"
             )
 
     def forget_cropped(self) -> None:
@@ -183,7 +184,7 @@ def checked(settings: LongContextSettings) -> LongContextSettings:
 
 
 def budgets(memory: CacheSettings, whole: int) -> tuple[int, int]:
-    """Bytes of the device's and of the host's tier, on a machine whose device is its CPU, for a cache that takes `whole` at most."""
+    """Bytes of the device's and of the host's tier where the device is the CPU, for a cache that takes `whole` at most."""
     device = memory.gpu_memory_size_GB
     if device is None:
         device_bytes = whole if memory.gpu_only else 0

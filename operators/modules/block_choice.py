@@ -58,7 +58,7 @@ def choose_for_prompt(held: BlockLayer, q_BSND: torch.Tensor, position: int) -> 
         return None
     picks = shared.prompt_picks.setdefault(shared.group(held.number), {})
     if shared.leads(held.number):
-        batch, tokens, _, dim = q_BSND.shape
+        _batch, tokens, _, dim = q_BSND.shape
         at = torch.linspace(0, tokens - 1, min(SAMPLE, tokens)).round().long()
         q_RHD = q_BSND[:, at].transpose(1, 2).reshape(held.rows, -1, dim)
         picks[position] = _best(held, q_RHD, settings.second_select_num, None)
@@ -68,8 +68,10 @@ def choose_for_prompt(held: BlockLayer, q_BSND: torch.Tensor, position: int) -> 
 def _restricted(held: BlockLayer) -> bool:
     """Whether a preselection leaves some of the blocks out."""
     settings = held.shared.settings
-    return settings.preselect_block and held.middle > settings.preselect_block_count and (
-        held.choice.shortlist_RM is not None or not held.choice.known
+    return (
+        settings.preselect_block
+        and held.middle > settings.preselect_block_count
+        and (held.choice.shortlist_RM is not None or not held.choice.known)
     )
 
 
@@ -82,7 +84,8 @@ def _allowed(held: BlockLayer) -> torch.Tensor | None:
 
 
 def _best(held: BlockLayer, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None) -> torch.Tensor:
-    assert held.anchors is not None and held.window is not None
+    assert held.anchors is not None
+    assert held.window is not None
     shared = held.window.shape[1] if held.shared.settings.head_select_mode == "SHARED" else 0
     starts_R = held.starts_R
     if starts_R is None:
@@ -123,7 +126,8 @@ def _look_at_prompt(held: BlockLayer) -> None:
 def _importance(held: BlockLayer) -> torch.Tensor:
     """(R, N) of all tokens; DYNAMIC's anchors are made anew on the way."""
     shared, tokens, assured = held.shared, held.shared.tokens, held.window
-    assert assured is not None and held.anchors is not None
+    assert assured is not None
+    assert held.anchors is not None
     dynamic = shared.settings.anchor_type == "DYNAMIC"
     parts, sinks = [], shared.sinks * tokens
     parts.append(_asked(held, held.sink[0].flatten(0, 1), 0))

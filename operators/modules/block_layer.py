@@ -1,7 +1,7 @@
 """A layer of a blocked cache: the first tokens and the last ones as they came, those between in blocks in the store.
 
-It stands in transformers' Cache for its DynamicLayer. In the order of tokens: the sink, the middle blocks, the window. A block leaves
-the window when more than `local_windows_len` and one block stand in it; then it is packed, once, and its anchors are made.
+It stands in transformers' Cache for its DynamicLayer. In the order of tokens: the sink, the middle blocks, the window. A block
+leaves the window when more than `local_windows_len` and one block stand in it; then it is packed, once, and its anchors are made.
 
 Legend: B sequences, G heads of keys and values, R = B * G rows, M middle blocks, T tokens of a block, N tokens, D numbers of a key,
 V of a value.
@@ -29,7 +29,7 @@ ATTRIBUTE = "ktopt_blocks"
 
 
 class BlockLayer(DynamicLayer):
-    """Layer `number` of what `shared` holds. `append` adds tokens, `leave` lets blocks go; `update` answers all tokens, unpacked."""
+    """Layer `number` of what `shared` holds. `append` adds tokens, `leave` lets blocks go; `update` answers all, unpacked."""
 
     is_initialized: bool
 
@@ -121,7 +121,8 @@ class BlockLayer(DynamicLayer):
     def _store(self, count: int) -> None:
         """Pack the window's first blocks."""
         window, shared, tokens = self.window, self.shared, self.shared.tokens
-        assert window is not None and shared.layout is not None
+        assert window is not None
+        assert shared.layout is not None
         for _ in range(count):
             keys, values = (each[:, :, :tokens].flatten(0, 1) for each in window.there())
             shared.store.put(self.number, self.middle, pack(keys, values, shared.layout))
@@ -260,7 +261,9 @@ def block_layer(cache: Cache, index: int, make: Callable[[], BlockCache]) -> Blo
     made = BlockLayer(shared, shared.indices.index(index))
     if layer.is_initialized and layer.keys.numel():
         made.lazy_initialization(layer.keys, layer.values)
-        for keys, values in zip(*(each.split(shared.settings.chunk_size, dim=2) for each in (layer.keys, layer.values)), strict=True):
+        for keys, values in zip(
+            *(each.split(shared.settings.chunk_size, dim=2) for each in (layer.keys, layer.values)), strict=True
+        ):
             made.append(keys, values)
             made.leave()
     cache.layers[index] = made

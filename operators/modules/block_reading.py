@@ -1,9 +1,9 @@
-"""A prompt's attention over a layer that keeps blocks: its newest tokens meet the sink, the middle by tiles that are unpacked one after
-another, and the window, and the parts are merged by the logarithms of their softmaxes' sums. What is in memory at a time doesn't
-grow with the context.
+"""A prompt's attention over a layer that keeps blocks: its newest tokens meet the sink, the middle by tiles that are unpacked one
+after another, and the window, and the parts are merged by the logarithms of their softmaxes' sums. What is in memory at a time
+doesn't grow with the context.
 
-Legend: B sequences, S new tokens, N query heads, G heads of keys, R = B * G rows, K picks of a row, X keys, D numbers of a key, V of a
-value.
+Legend: B sequences, S new tokens, N query heads, G heads of keys, R = B * G rows, K picks of a row, X keys, D numbers of a key, V
+of a value.
 """
 
 from __future__ import annotations
@@ -76,13 +76,16 @@ class _Piece:
         tokens = held.shared.tokens
         if held.gone:
             sink = min(held.gone, held.shared.sinks) * tokens
-            self._meet(*(each[:, :, :sink].flatten(0, 1) for each in held.sink), [min(start, sink) for start in self.starts])
+            keys, values = (each[:, :, :sink].flatten(0, 1) for each in held.sink)
+            self._meet(keys, values, [min(start, sink) for start in self.starts])
         first, gone = self.position - held.gone * tokens, held.gone * tokens
         keys, values = (each[:, :, : first + self.query_BSND.shape[1]] for each in window.there())
         for row, start in enumerate(self.starts):
             self._add(
                 row,
-                attend_tile(self.query_BSND[row], keys[row], values[row], first=first, start=max(0, start - gone), scale=held.scale),
+                attend_tile(
+                    self.query_BSND[row], keys[row], values[row], first=first, start=max(0, start - gone), scale=held.scale
+                ),
             )
 
     def _meet(self, keys_RXD: torch.Tensor, values_RXV: torch.Tensor, hidden: Sequence[int]) -> None:

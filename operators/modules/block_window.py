@@ -87,7 +87,9 @@ class Window:
         self.room(count)
         for held, new in zip(self._held, states, strict=True):
             if self.dtype is torch.float16 and new.dtype is not torch.float16 and not float(new.abs().amax()) <= FLOAT16_LARGEST:
-                raise KtoptError(f"a key or a value has a number beyond float16's {FLOAT16_LARGEST:g}: give `kv_type: BF16` or FP32")
+                raise KtoptError(
+                    f"a key or a value has a number beyond float16's {FLOAT16_LARGEST:g}: give `kv_type: BF16` or FP32"
+                )
             held[:, :, self.end : self.end + count] = new
         self.tokens += count
 

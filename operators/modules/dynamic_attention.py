@@ -20,7 +20,7 @@ from ktopt.implementation import BuildContext
 from ktopt.operator import OperatorConfig
 from ktopt.operators.dynamic import settings_of
 from ktopt.operators.modules.attention_function import NAME, register
-from ktopt.operators.modules.block_cache import WINDOW_DTYPES, BlockCache, checked
+from ktopt.operators.modules.block_cache import BlockCache, checked
 from ktopt.operators.modules.block_layer import BlockLayer, block_layer
 from ktopt.operators.modules.mixing import Mixed, mix
 
