@@ -168,6 +168,20 @@ def test_kinds_mix_and_hidden_tokens_are_not_seen(way: str) -> None:
     close(blocks.attend(q, parts, value_dim=64, scale=0.3), wanted)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_long_rows_are_cut_into_parts_anywhere_and_merged(threads: int) -> None:
+    made, q = Blocks(BlockLayout(128, 64, 32, "Q8_0"), 3, 9), torch.randn(3, 2, 64)
+    keys, values = torch.randn(3, 9001, 64, dtype=torch.float16), torch.randn(3, 9001, 32, dtype=torch.float16)
+    parts = [CacheSegments(keys, values, 7, 8995), made.segments(), CacheSegments(keys, values, 0, 5)]
+    wanted = torchs(
+        q,
+        torch.cat([keys[:, 7:8995].float(), made.keys, keys[:, :5].float()], 1),
+        torch.cat([values[:, 7:8995].float(), made.values, values[:, :5].float()], 1),
+        0.2,
+    )
+    close(blocks.attend(q, parts, value_dim=32, scale=0.2, threads=threads), wanted)
+
+
 def test_rows_that_see_nothing_give_zeros_and_minus_infinity(way: str) -> None:
     made = Blocks(BlockLayout(16, 32, 32, "F16"), 2, 2)
     out, log_sum = blocks.attend(torch.randn(2, 3, 32), [made.segments(torch.tensor([[16, 20], [0, 15]]))], value_dim=32, scale=1.0)

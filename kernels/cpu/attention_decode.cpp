@@ -37,7 +37,7 @@ struct Steps {
           both(s.values == s.keys ? key : key + value) {}
 };
 
-// The rows' segments cut so that parts of about `part_bytes` are made of whole pieces.
+// The rows' segments cut so that parts are made of whole pieces. But for the last of a row, a part has `part_bytes` or a little more.
 struct Cutting {
     const RowsShape& shape;
     int64_t part_bytes;
@@ -51,8 +51,8 @@ struct Cutting {
             Segment left = segments[i];
             const Steps steps(shape, left);
             while (left.tokens > 0) {
-                int64_t taken = (room / steps.both + TOKENS_TOGETHER - 1) / TOKENS_TOGETHER * TOKENS_TOGETHER;
-                taken = std::max(taken, TOKENS_TOGETHER);
+                const int64_t together = steps.both * TOKENS_TOGETHER;
+                int64_t taken = (room + together - 1) / together * TOKENS_TOGETHER;
                 if (left.tokens - taken < TOKENS_TOGETHER) taken = left.tokens;
                 pieces[piece_count++] = {left.kind, left.keys, left.values, taken};
                 left.keys += taken * steps.key;
