@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
+import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ktopt.cache.blocks.fileio import read_all, read_header, sync_folder, write_all
 from ktopt.cache.blocks.files import PAGE, BlockHeader, FileShape, pack_header, rounded_to_page
 from ktopt.cache.blocks.folders import SessionFolder
 from ktopt.cache.blocks.handles import Handles
@@ -114,7 +119,8 @@ class DiskTier:
         self.checksums_LRM[layer, :, block] = checksums
         self.written_bytes += shape.rows * shape.layout.nbytes
         if self._layers_written_M[block] + 1 == shape.layers:
-            self.rewrite_header(block, self.header(block))
+            header = BlockHeader(block, self.checksums_LRM[:, :, block])
+            write_all(self.handles.get(block, False).fd, [memoryview(pack_header(shape, header))], 0)
             self._unsynced.append(block)
         self._layers_written_M[block] += 1
         if len(self._unsynced) >= FSYNC_FILES:
@@ -137,24 +143,53 @@ class DiskTier:
         if any_finished and self.durable:
             sync_folder(self.session.path)
 
-    def finished(self, block: int) -> bool:
-        return bool(self._states_M[block] == FINISHED)
+    # files that outlive the session
 
-    def header(self, block: int) -> BlockHeader:
-        """A finished block's, as it stands in the file but for what makes it another session's."""
-        return BlockHeader(block, self.checksums_LRM[:, :, block].copy())
+    def complete(self, block: int, chain: bytes, tokens: NDArray[np.int64], extra: bytes) -> Path:
+        """Write into a finished file of this session what makes it one for others; its path. OSError where that can't be done."""
+        header = BlockHeader(block, self.checksums_LRM[:, :, block], chain, tokens, len(extra), zlib.crc32(extra))
+        path = self.path(block)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            before = os.fstat(fd).st_size
+            os.ftruncate(fd, self.shape.nbytes + len(extra))
+            self.held_bytes += self.shape.nbytes + len(extra) - before
+            write_all(fd, [memoryview(extra)], self.shape.nbytes)
+            write_all(fd, [memoryview(pack_header(self.shape, header))], 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return path
 
-    def rewrite_header(self, block: int, header: BlockHeader) -> None:
-        fd = self.handles.get(block, False).fd
-        write_all(fd, [memoryview(pack_header(self.shape, header))], 0)
-
-    def adopt(self, block: int, file: Path, header: BlockHeader) -> None:
-        """Take a finished file of this shape for a block's, without copying it. OSError where it has gone."""
-        os.link(file, self._path(block, FINISHED))
+    def adopt(self, block: int, file: Path, check: Callable[[BlockHeader], None]) -> None:
+        """Take another session's file for a block's, without copying it. ForeignFile where it isn't of this shape, or `check` says
+        so; OSError where it has gone."""
+        link = self._path(block, FINISHED)
+        os.link(file, link)
+        try:
+            header = read_header(self.shape, link)
+            check(header)
+        except BaseException:
+            link.unlink()
+            raise
         self._states_M[block] = FINISHED
         self.checksums_LRM[:, :, block] = header.checksums_LR
         self._layers_written_M[block] = self.shape.layers
         self.held_bytes += self.shape.nbytes + header.extra_bytes
+
+    def hold(self, file: Path) -> None:
+        """Have a link to a file that this session uses, of whatever kind. OSError where it has gone."""
+        with suppress(FileExistsError):
+            os.link(file, self.session.path / file.name)
+
+    def verify(self, block: int) -> None:
+        """Read all parts of a block once. KtoptError where one isn't what was written."""
+        shape = self.shape
+        scratch = memoryview(mmap.mmap(-1, 2 * shape.layer_bytes))  # for direct reads it begins at a page
+        size = shape.layout.nbytes
+        parts_R = [scratch[row * size : (row + 1) * size] for row in range(shape.rows)]
+        for layer in range(shape.layers):
+            self.read(layer, block, 0, parts_R, scratch[shape.layer_bytes :])
 
     def truncate(self, blocks: int) -> None:
         """Remove the files from block `blocks` on."""
@@ -239,40 +274,3 @@ class DiskTier:
 def buffer_bytes(shape: FileShape) -> int:
     """Of the buffer that a thread needs for direct reads: as much as a layer's parts, which begin and end at pages."""
     return shape.layer_bytes
-
-
-def write_all(fd: int, buffers: list[memoryview], offset: int) -> None:
-    """All of the buffers, one after the other, from `offset` on. OSError where the disk takes no more."""
-    while buffers:
-        done = os.pwritev(fd, buffers[:IOV_MAX], offset)
-        offset += done
-        buffers = _rest(buffers, done)
-
-
-def read_all(fd: int, buffers: list[memoryview], offset: int) -> None:
-    """Fill the buffers from `offset` on. OSError where the file ends before."""
-    while buffers:
-        done = os.preadv(fd, buffers[:IOV_MAX], offset)
-        if not done:
-            raise OSError(errno.EIO, "the file ends early")
-        offset += done
-        buffers = _rest(buffers, done)
-
-
-IOV_MAX = 1024
-
-
-def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
-    for index, buffer in enumerate(buffers):
-        if done < len(buffer):
-            return [buffer[done:], *buffers[index + 1 :]]
-        done -= len(buffer)
-    return []
-
-
-def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,6 +10,7 @@ One thread calls a store. Legend: L layers, R rows, M blocks at most, K picks of
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +125,16 @@ class BlockStore:
         if self._traffic is not None:
             self._traffic.flush()
 
-    def adopt(self, block: int, file: Path, header: BlockHeader) -> None:
-        """Take a file for a block, all layers of it: the block is on disk then. OSError where the file has gone."""
-        if self.disk is None:
-            raise KtoptError("only a cache with a disk tier takes files for blocks: set disk_path")
-        self.disk.adopt(block, file, header)
+    @property
+    def whole_blocks(self) -> int:
+        """How many blocks from the first on have all their parts."""
+        known_M = (self._residency.state_P.reshape(-1, self.max_blocks) & KNOWN).all(axis=0)
+        return self.max_blocks if known_M.all() else int(known_M.argmin())
+
+    def adopt(self, block: int, file: Path, check: Callable[[BlockHeader], None]) -> None:
+        """Take a file for a block, all layers of it: the block is on disk then. Raises as DiskTier.adopt does."""
+        assert self.disk is not None, "only a cache with a disk tier takes files for blocks"
+        self.disk.adopt(block, file, check)
         self._residency.state_P[self._first_parts_LR1[:, :, 0] + block] = KNOWN | ON_DISK
 
     def close(self) -> None:
