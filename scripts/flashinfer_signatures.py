@@ -1,14 +1,15 @@
-"""Compares the stand-in for FlashInfer's MLA wrapper (tests/flashinfer_stand_in.py) with the installed package, by inspect.
+"""Compares the stand-ins for FlashInfer's wrappers (tests/flashinfer_stand_in.py) with the installed package, by inspect.
 
     python -P scripts/flashinfer_signatures.py
 
-The package imports without a GPU. Every parameter of the stand-in must be there, by its name and with the same default, and no
+The package imports without a GPU. Every parameter of a stand-in must be there, by its name and with the same default, and no
 parameter that the stand-in lacks may be without a default. Exits 1 where one isn't so, 2 where FlashInfer can't be imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -17,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+WRAPPERS = {"BatchMLAPagedAttentionWrapper": "flashinfer.mla", "BatchDecodeWithPagedKVCacheWrapper": "flashinfer.decode"}
 STAND_IN = Path(__file__).resolve().parents[1] / "tests" / "flashinfer_stand_in.py"
 METHODS = ("__init__", "plan", "run")
 REQUIRED_AT_RUN = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size",
@@ -24,20 +26,27 @@ REQUIRED_AT_RUN = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_he
 """What newer versions give the default None, since there is a second way to call, and then ask for."""
 
 
-def stand_in() -> Any:
+def stand_ins() -> Any:
     spec = importlib.util.spec_from_file_location("flashinfer_stand_in", STAND_IN)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.BatchMLAPagedAttentionWrapper
+    return module
+
+
+def parameters(owner: Any, name: str) -> dict[str, inspect.Parameter]:
+    """A method's parameters; those that it takes as **kwargs and hands on to a method of its own are that one's."""
+    found = dict(inspect.signature(inspect.unwrap(getattr(owner, name))).parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values()):
+        found |= inspect.signature(inspect.unwrap(getattr(owner, f"_{name}_impl"))).parameters
+    return found
 
 
 def differences(ours: Any, real: Any) -> Iterator[str]:
     """What the stand-in's signatures promise that the real ones don't hold."""
     for name in METHODS:
-        have = inspect.signature(inspect.unwrap(getattr(ours, name))).parameters
-        found = inspect.signature(inspect.unwrap(getattr(real, name))).parameters
+        have, found = parameters(ours, name), parameters(real, name)
         for parameter in have.values():
             other = found.get(parameter.name)
             if other is None:
@@ -53,11 +62,12 @@ def differences(ours: Any, real: Any) -> Iterator[str]:
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper as real
+        real = {name: getattr(importlib.import_module(module), name) for name, module in WRAPPERS.items()}
     except ImportError as error:
         print(f"FlashInfer can't be imported: {error}")
         return 2
-    found = list(differences(stand_in(), real))
+    ours = stand_ins()
+    found = [f"{name}.{line}" for name in WRAPPERS for line in differences(getattr(ours, name), real[name])]
     print(f"flashinfer-python {version('flashinfer-python')}: {len(found)} differences")
     for line in found:
         print(f"  {line}")

@@ -1,9 +1,15 @@
-"""What flashinfer.mla.BatchMLAPagedAttentionWrapper promises, computed in torch: for tests without a GPU.
+"""What FlashInfer's wrappers promise, computed in torch: for tests without a GPU.
 
-Written from the documentation of flashinfer 0.7.4. scripts/flashinfer_signatures.py compares its signatures with the real ones.
-Sequence b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]] and kv_len_arr[b] tokens in them; its queries are rows
-qo_indptr[b]:qo_indptr[b + 1]. With `causal` the last query sees all tokens, the one before it all but the last, and so on. A query
-that sees none has the result zero. The log-sum-exp is to base 2.
+Written from the documentation of flashinfer 0.7.4. scripts/flashinfer_signatures.py compares the signatures with the real ones. The
+log-sum-exp is to base 2.
+
+BatchMLAPagedAttentionWrapper (flashinfer.mla): sequence b has the pages kv_indices[kv_indptr[b]:kv_indptr[b + 1]] and
+kv_len_arr[b] tokens in them; its queries are rows qo_indptr[b]:qo_indptr[b + 1]. With `causal` the last query sees all tokens,
+the one before it all but the last, and so on. A query that sees none has the result zero.
+
+BatchDecodeWithPagedKVCacheWrapper (flashinfer.decode): request b has one query, the pages indices[indptr[b]:indptr[b + 1]], at
+least one, and last_page_len[b] tokens of the last of them. With use_cuda_graph it reads the indices from the buffer at each run,
+as a captured graph does. Nothing is promised for a request without pages, so that there is an error here.
 """
 
 from __future__ import annotations
@@ -99,4 +105,90 @@ class BatchMLAPagedAttentionWrapper:
                 made[row] = scores.softmax(-1) @ ckv[:seen]
                 sums[row] = scores.logsumexp(-1) / math.log(2)
         result = made.to(q_nope.dtype)
+        return (result, sums.float()) if return_lse else result
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert float_workspace_buffer.numel() >= 128 << 20
+        assert kv_layout == "NHD"
+        assert use_cuda_graph
+        assert use_tensor_cores, "without them only some numbers of heads are served"
+        assert backend == "fa2", "others needn't read the buffers at each run"
+        self.workspace, self.device = float_workspace_buffer, float_workspace_buffer.device
+        self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        assert all(buffer is not None and buffer.device == self.device for buffer in self.buffers)
+        assert len(self.buffers[0]) == len(self.buffers[2]) + 1
+        self.planned = False
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        q_data_type: torch.dtype | str | None = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        metadata = (indptr, indices, last_page_len)
+        assert all(tensor.dtype is torch.int32 and tensor.is_contiguous() for tensor in metadata)
+        assert num_qo_heads % num_kv_heads == 0
+        assert head_dim in (64, 128, 256)
+        assert len(last_page_len) == len(self.buffers[2]), "a captured batch can't change its size"
+        assert len(indices) == int(indptr[-1])
+        assert int(indptr.diff().min()) >= 1
+        assert 1 <= int(last_page_len.min()) <= int(last_page_len.max()) <= page_size
+        for buffer, tensor in zip(self.buffers, metadata, strict=True):
+            buffer[: len(tensor)].copy_(tensor)  # raises where it is too small
+        self.shape = (num_qo_heads, num_kv_heads, head_dim)
+        self.page_size, self.scale = page_size, head_dim**-0.5 if sm_scale is None else sm_scale
+        self.dtypes = (q_data_type, kv_data_type)
+        self.planned = True
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        assert self.planned, "run before plan"
+        heads, kv_heads, dim = self.shape
+        keys, values = paged_kv_cache
+        assert q.shape == (len(self.buffers[2]), heads, dim)
+        assert keys.shape == values.shape == (len(keys), self.page_size, kv_heads, dim)
+        assert keys.stride() == values.stride(), "keys and values must have the same strides"
+        assert keys.stride(-1) == q.stride(-1) == 1
+        assert (q.dtype, keys.dtype, values.dtype) == (*self.dtypes, self.dtypes[1])
+        assert keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
+        indptr, indices, last = (buffer.tolist() for buffer in self.buffers)
+        made = torch.empty(q.shape, dtype=torch.float64)
+        sums = torch.empty(q.shape[:2], dtype=torch.float64)
+        for b in range(len(q)):
+            pages = indices[indptr[b] : indptr[b + 1]]
+            assert min(pages) >= 0
+            tokens = (len(pages) - 1) * self.page_size + last[b]
+            for head in range(heads):
+                own = head // (heads // kv_heads)
+                k, v = (cache[pages, :, own].flatten(0, 1)[:tokens].double() for cache in (keys, values))
+                scores = k @ q[b, head].double() * self.scale
+                made[b, head] = scores.softmax(-1) @ v
+                sums[b, head] = scores.logsumexp(-1) / math.log(2)
+        result = made.to(q.dtype)
         return (result, sums.float()) if return_lse else result

@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import ktopt.cli
-from ktopt.cli import COMMANDS, main
+from ktopt.cli import COMMANDS, doctor, main
+from ktopt.hardware import detect
+from ktopt.placement import Device
 
 RULES = """\
 - match:
@@ -385,6 +388,25 @@ class TestDoctor:
         assert facts["flashinfer"]["usable"] or facts["flashinfer"]["why_not"]
         text = cli("doctor").out
         assert f"ktopt         {ktopt.__version__}" in text
+
+    @pytest.mark.parametrize(
+        ("installed", "sm", "wanted"),
+        [
+            ("0.7.4", 90, "cuda: FlashInfer, for keys of 64, 128 or 256 numbers"),
+            (None, 90, "cuda: torch: FlashInfer is not installed"),
+            ("0.7.4", 75, "cuda: torch: FlashInfer's kernels for it need compute capability 8.0"),
+        ],
+    )
+    def test_it_says_what_computes_attention_to_blocks_and_why(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch, installed: str | None, sm: int, wanted: str
+    ) -> None:
+        found = doctor.installed
+        machine = replace(detect(), devices=(Device("cuda:0", 80 << 30, "a GPU", sm),))
+        monkeypatch.setattr(doctor, "installed", lambda name: installed if name == "flashinfer-python" else found(name))
+        monkeypatch.setattr(doctor, "detect", lambda: machine)
+        (line,) = [line for line in cli("doctor").out.splitlines() if "block attn" in line]
+        assert "cpu: " in line
+        assert wanted in line
 
     def test_a_missing_package_makes_it_fail(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ktopt.cli.doctor.NEEDED", ("torch", "no-such-package"))

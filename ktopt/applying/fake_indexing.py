@@ -61,7 +61,7 @@ def set_item(tensor: torch.Tensor, key: Any, value: Any) -> None:
     if indices:
         aten.index_put_(view, indices, value)
     else:
-        view.copy_(value)
+        aten.copy_(view, value)
 
 
 def _view(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, list[Any]]:

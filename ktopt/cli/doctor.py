@@ -23,6 +23,7 @@ from ktopt.versions import installed
 NEEDED = ("torch", "transformers", "gguf", "safetensors", "numpy")
 USEFUL_FEATURES = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx", "neon", "asimd", "sve")
 FLASHINFER_SM = 75
+BLOCKS_SM = 80
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,7 @@ def gather() -> dict[str, Any]:
         "gpus": [{"name": d.name, "model": d.model, "memory_bytes": d.memory_bytes, "sm": d.sm} for d in machine.devices],
         "flashinfer": infer,
         "latent_attention": latent_attention(kernels, infer, machine),
+        "block_attention": block_attention(kernels, infer, machine),
         "operator_plugins": plugins(),
     }
 
@@ -89,6 +91,17 @@ def latent_attention(kernels: dict[str, Any], infer: dict[str, Any], machine: Ha
     made = {"cpu": f"CPU kernels ({kernels['isa']}) in decoding and for prompts" if kernels["usable"] else "torch by tiles"}
     if machine.devices:
         made["cuda"] = "FlashInfer" if infer["usable"] else f"torch by tiles: FlashInfer is {infer['why_not']}"
+    return made
+
+
+def block_attention(kernels: dict[str, Any], infer: dict[str, Any], machine: Hardware) -> dict[str, str]:
+    """What computes attention to the blocks of a long cache here, by kind of device, and where it isn't the fastest thing, why."""
+    made = {"cpu": f"CPU kernels ({kernels['isa']})" if kernels["usable"] else "torch: the CPU kernels can't be used"}
+    if machine.devices:
+        why = "" if infer["usable"] else f"FlashInfer is {infer['why_not']}"
+        if not why and all((d.sm or 0) < BLOCKS_SM for d in machine.devices):
+            why = f"FlashInfer's kernels for it need compute capability {BLOCKS_SM / 10}"
+        made["cuda"] = f"torch: {why}" if why else "FlashInfer, for keys of 64, 128 or 256 numbers; else torch"
     return made
 
 
@@ -156,8 +169,8 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append(
         row("flashinfer", infer["version"] if infer["usable"] else f"not usable: {infer['why_not']}", infer["usable"] or None)
     )
-    by_device = "; ".join(f"{kind}: {what}" for kind, what in facts["latent_attention"].items())
-    lines.append(row("latent attn", by_device))
+    for name, key in (("latent attn", "latent_attention"), ("block attn", "block_attention")):
+        lines.append(row(name, "; ".join(f"{kind}: {what}" for kind, what in facts[key].items())))
     for plugin in facts["operator_plugins"]:
         lines.append(row("plug-in", f"{plugin['name']} ({plugin['module']}) {plugin['error']}".rstrip(), not plugin["error"]))
     return "\n".join(lines)
