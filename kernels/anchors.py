@@ -9,30 +9,32 @@ and takes the best blocks. Types:
                 channels, bounds every key's score from above (Quest, arXiv 2406.10774)
     FIXED       `anchor_num` keys, evenly apart
     DYNAMIC     the `anchor_num` keys that mattered most to some queries
-    KEY_INT4    every key in 4 bits. A block's score is its share of the softmax's mass. Only a shortlist is scored so: the best 3
-                times as many blocks by QUEST as are asked for, and the best 2 times as many by the keys' signs
+    KEY_INT4    every key in 4 bits. A block's score is its share of the softmax's mass. Only a shortlist is scored so: 3 times
+                as many blocks as are asked for, the best by QUEST, and 2 times as many, the best by the keys' signs
 
 A block's score is the largest q.anchor * scale, summed over the row's query heads. Between equal scores the later block is taken.
 
-CPU tensors are computed in C++ where it is there (kernels/cpu/anchors.py), and else in torch (anchors_reference.py).
+On the CPU, C++ computes it (kernels/cpu/anchors.py); where that can't, and on other devices, torch (anchors_reference.py).
 
 Legend: R rows, M blocks, T tokens of a block, D numbers of a key, H query heads of a row, K blocks at hand.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+
+import torch
 
 from ktopt.cache.blocks.layout import ANCHOR_TYPES
 from ktopt.diagnostics import KtoptError
 from ktopt.kernels import anchors_reference as reference
+from ktopt.kernels.cpu.anchors import KINDS, AnchorKernels, refuses
 
-if TYPE_CHECKING:
-    import torch
-
+log = logging.getLogger(__name__)
 LARGEST = {"KEY_INT4": 32752.0}
 """The largest magnitude of a key's number, where it isn't float16's: differences of two must fit float16."""
 FLOAT16_LARGEST = 65504.0
+_said: set[str] = set()  # reasons that were logged
 
 
 class Anchors:
@@ -57,6 +59,11 @@ class Anchors:
         self.rows, self.max_blocks, self.tokens, self.dim = rows, max_blocks, tokens, dim
         self.blocks = 0
         self.storage = reference.Storage.empty(anchor_type, anchor_num, rows, max_blocks, tokens, dim, device)
+        reason = refuses(self.storage) if max_blocks else "there are none"
+        if reason and max_blocks and self.storage.anchors.is_cpu and reason not in _said:
+            _said.add(reason)
+            log.warning("blocks are chosen by torch, slowly: %s", reason)
+        self._kernels = None if reason else AnchorKernels(self.storage)
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +79,6 @@ class Anchors:
         KtoptError, before anything is changed, for other shapes, for more blocks than there is room for, and for numbers that the
         anchors' float16 can't hold.
         """
-        import torch
-
         rows, count, tokens, dim = keys_RKTD.shape if keys_RKTD.ndim == 4 else (0, 0, 0, 0)
         if (rows, tokens, dim) != (self.rows, self.tokens, self.dim):
             raise KtoptError(
@@ -87,17 +92,30 @@ class Anchors:
             raise KtoptError(f"the importance {list(importance_RKT.shape)} isn't that of keys {list(keys_RKTD.shape)}")
         if count == 0:
             return
-        largest, limit = float(keys_RKTD.abs().amax()), LARGEST.get(self.anchor_type, FLOAT16_LARGEST)
-        if not largest <= limit:
-            row, block, token, channel = (~(keys_RKTD.abs() <= limit)).nonzero()[0].tolist()
-            raise KtoptError(
-                f"{self.anchor_type}'s anchors hold numbers up to {limit:g}, and the key of token {token} in block "
-                f"{self.blocks + block}, row {row}, has {float(keys_RKTD[row, block, token, channel]):g}: attend to everything in "
-                "this layer (dense_layer_num)"
-            )
         with torch.no_grad():
-            reference.add(self.storage, self.blocks, keys_RKTD, importance_RKT)
+            self._add(keys_RKTD.detach(), importance_RKT)
         self.blocks += count
+
+    def _add(self, keys_RKTD: torch.Tensor, importance_RKT: torch.Tensor | None) -> None:
+        limit = LARGEST.get(self.anchor_type, FLOAT16_LARGEST)
+        if self._kernels and self._kernels.adds and keys_RKTD.is_cpu:
+            plain = keys_RKTD if str(keys_RKTD.dtype) in KINDS else keys_RKTD.float()
+            plain = plain if plain.stride(3) == 1 else plain.contiguous()
+            if self._kernels.add(self.blocks, plain, limit, torch.get_num_threads()) >= 0:
+                self._refuse(keys_RKTD, limit)
+            return
+        low, high = keys_RKTD.aminmax()
+        if not bool((low >= -limit) & (high <= limit)):
+            self._refuse(keys_RKTD, limit)
+        reference.add(self.storage, self.blocks, keys_RKTD, importance_RKT)
+
+    def _refuse(self, keys_RKTD: torch.Tensor, limit: float) -> None:
+        row, block, token, channel = (~(keys_RKTD.abs() <= limit)).nonzero()[0].tolist()
+        raise KtoptError(
+            f"{self.anchor_type}'s anchors hold numbers up to {limit:g}, and the key of token {token} in block "
+            f"{self.blocks + block}, row {row}, has {float(keys_RKTD[row, block, token, channel]):g}: attend to everything in this "
+            "layer (dense_layer_num)"
+        )
 
     def truncate(self, blocks: int) -> None:
         """Forget all but the first `blocks` blocks."""
@@ -117,11 +135,15 @@ class Anchors:
         With KEY_INT4 and a `count`, only the shortlist for that many blocks is scored, and others have -inf. The rest is as in
         `select`.
         """
-        import torch
-
         self._check_query(q_RHD, scale, shared, allowed_RM)
+        asked = -1 if count is None else count
         with torch.no_grad():
-            return reference.scores(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+            if self._kernels is None or self.blocks == 0:
+                return reference.scores(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+            out, q, allowed = torch.empty(self.rows, self.blocks), _plain(q_RHD), _bytes(allowed_RM)
+            threads, address = torch.get_num_threads(), 0 if allowed is None else allowed.data_ptr()
+            self._kernels.scores(self.blocks, q, scale, asked, shared, address, out, threads)
+        return out
 
     def select(
         self,
@@ -142,13 +164,17 @@ class Anchors:
         All blocks where there are no more than `count`; where fewer are allowed, as many as every row has. KtoptError for shapes
         that don't fit.
         """
-        import torch
-
         self._check_query(q_RHD, scale, shared, allowed_RM)
         if count < 0:
             raise KtoptError(f"{count} blocks can't be chosen")
         with torch.no_grad():
-            return reference.select(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+            if self._kernels is None or self.blocks == 0:
+                return reference.select(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+            room = min(count, self.blocks)
+            out, q, allowed = torch.empty(self.rows, room, dtype=torch.int32), _plain(q_RHD), _bytes(allowed_RM)
+            threads, address = torch.get_num_threads(), 0 if allowed is None else allowed.data_ptr()
+            chosen = self._kernels.choose(self.blocks, q, scale, count, shared, address, out, threads)
+        return out if chosen == room else out.view(-1)[: self.rows * chosen].view(self.rows, chosen)
 
     def _check_query(self, q_RHD: torch.Tensor, scale: float, shared: int, allowed_RM: torch.Tensor | None) -> None:
         if q_RHD.ndim != 3 or q_RHD.shape[0] != self.rows or q_RHD.shape[2] != self.dim or q_RHD.shape[1] < 1:
@@ -159,6 +185,15 @@ class Anchors:
             raise KtoptError(f"{self.rows} rows can't choose together in groups of {shared}")
         if allowed_RM is not None and allowed_RM.shape != (self.rows, self.blocks):
             raise KtoptError(f"allowed blocks {list(allowed_RM.shape)} aren't those of {self.rows} rows with {self.blocks} blocks")
+
+
+def _plain(q_RHD: torch.Tensor) -> torch.Tensor:
+    """On the CPU, in float32, one number after the other."""
+    return q_RHD.to("cpu", torch.float32).contiguous()
+
+
+def _bytes(allowed_RM: torch.Tensor | None) -> torch.Tensor | None:
+    return None if allowed_RM is None else allowed_RM.to("cpu", torch.bool).contiguous()
 
 
 def _check_sizes(anchor_type: str, anchor_num: int, rows: int, max_blocks: int, tokens: int, dim: int) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 TOKEN_GROUP, NUMBER_GROUP = 32, 16
-QUEST_TIMES, SIGN_TIMES = 3, 2
-"""The shortlist of KEY_INT4, in times of the blocks that are asked for: the best by QUEST and the best by signs."""
+QUEST_TIMES, SIGN_TIMES, LEAST_ASKED = 3, 2, 16
+"""The shortlist of KEY_INT4, in times of the blocks that are asked for: the best by QUEST and the best by signs. It is never
+shorter than for 16 blocks, so that a key which signs rank a little lower is still found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def _vectors(storage: Storage, keys: torch.Tensor, importance: torch.Tensor | No
         case "BLOCK_MEAN":
             return keys.mean(2, keepdim=True).half()
         case "BLOCK_MAX":
-            return keys.amax(2, keepdim=True).half()
+            return float16_up(keys.amax(2, keepdim=True))
         case "QUEST" | "KEY_INT4":
             return torch.stack((float16_down(keys.amin(2)), float16_up(keys.amax(2))), 2)
     kept = storage.anchors.shape[2]
@@ -180,7 +181,8 @@ def scores(
     if storage.anchor_type == "KEY_INT4":
         if count is not None:
             allowed = _shortlist(storage, blocks, q, count, shared, allowed)
-        found = _mass(torch.einsum("rhd,rmtd->rhmt", q, int4_keys(storage, blocks)), allowed)
+        tokens = torch.einsum("rhd,rmtd->rhmt", q, int4_keys(storage, blocks))
+        found = _shares(tokens.logsumexp(3), allowed)
     else:
         found = _vector_scores(storage, blocks, q)
     if shared:
@@ -218,18 +220,18 @@ def _vector_scores(storage: Storage, blocks: int, q: torch.Tensor) -> torch.Tens
     return torch.einsum("rhd,rmad->rhma", q, anchors).amax(3).sum(1)
 
 
-def _mass(logits_RHMT: torch.Tensor, allowed_RM: torch.Tensor) -> torch.Tensor:
-    """Each block's share of the softmax over all allowed blocks' tokens, summed over the heads (R, M)."""
-    each = logits_RHMT.logsumexp(3).masked_fill(~allowed_RM[:, None], -torch.inf)
-    return each.softmax(2).sum(1)
+def _shares(largest_RHM: torch.Tensor, allowed_RM: torch.Tensor) -> torch.Tensor:
+    """Each block's share of the softmax over all allowed blocks, summed over the heads (R, M)."""
+    return largest_RHM.masked_fill(~allowed_RM[:, None], -torch.inf).softmax(2).nan_to_num(0).sum(1)
 
 
 def _shortlist(storage: Storage, blocks: int, q: torch.Tensor, count: int, shared: int, allowed_RM: torch.Tensor) -> torch.Tensor:
     """The blocks that are scored by keys in 4 bits: bool (R, M)."""
-    signs = _mass(torch.einsum("rhd,rmtd->rhmt", q, sign_keys(storage, blocks)), allowed_RM)
+    tokens = torch.einsum("rhd,rmtd->rhmt", q, sign_keys(storage, blocks))
+    signs = _shares(tokens.amax(3), allowed_RM)
     chosen = torch.zeros_like(allowed_RM)
     for found, times in ((_vector_scores(storage, blocks, q), QUEST_TIMES), (signs, SIGN_TIMES)):
         if shared:
             found = found.view(-1, shared, blocks).sum(1).repeat_interleave(shared, 0)
-        chosen.scatter_(1, best(found.masked_fill(~allowed_RM, -torch.inf), times * count), True)
+        chosen.scatter_(1, best(found.masked_fill(~allowed_RM, -torch.inf), times * max(count, LEAST_ASKED)), True)
     return chosen & allowed_RM

@@ -53,4 +53,10 @@ PyObject* call_experts(PyObject*, PyObject* const* given, Py_ssize_t count);
 struct Experts;
 const Experts* experts_in(PyObject* object);
 
+// See kernels/cpu/anchors.py.
+PyObject* make_anchors(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* call_add_anchors(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* call_anchor_scores(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* call_choose_blocks(PyObject*, PyObject* const* given, Py_ssize_t count);
+
 }  // namespace ktopt

@@ -1,6 +1,7 @@
 // Fills the table of functions of one instruction set: the last thing that its file does.
 #pragma once
 
+#include "anchor_table.h"
 #include "attention_segments.h"
 #include "attention_tiles.h"
 #include "fused.h"
@@ -17,9 +18,10 @@ constexpr ProductFunction no_product = nullptr;
 #define KTOPT_KERNELS(table, isa, QUANTIZE, QUANTIZED, FLOATS, NUMBERS, PRODUCT)                         \
     constexpr Kernels table = [] {                                                                      \
         Kernels k = {isa, QUANTIZE, widen, {}, {}, {}, rms_norm, gated, rotate, narrow, add, attend,    \
-                     add_scaled, latent_floats, latent_pairs, prefill_part, prefill::ROWS};             \
+                     add_scaled, latent_floats, latent_pairs, prefill_part, prefill::ROWS, {}};         \
         KTOPT_EACH_QUANTIZED(KTOPT_FILL, QUANTIZED, NUMBERS, PRODUCT)                                   \
         KTOPT_EACH_FLOAT(KTOPT_FILL, FLOATS, dequantize, no_product)                                    \
+        k.anchors = anchor_kernels;                                                                     \
         return k;                                                                                       \
     }()
 #define KTOPT_FILL(kind, rows_function, numbers_function, product_function) \

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "anchors.h"
+
 namespace ktopt {
 
 enum Kind : int {
@@ -135,6 +137,7 @@ struct Kernels {
     LatentKernels latent, latent_bfloat16;  // on float32; and on bfloat16 where the CPU multiplies it, null elsewhere
     PrefillFunction prefill;
     int prefill_rows;  // queries of a tile
+    AnchorKernels anchors;
 };
 
 extern const Kernels scalar_kernels;
