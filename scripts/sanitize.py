@@ -1,4 +1,4 @@
-"""Builds tests/sanitize_kernels.cpp and the CPU kernels under sanitizers and runs it: addresses, undefined behaviour, then races.
+"""Builds tests/sanitize_*.cpp and the CPU kernels under sanitizers and runs them: addresses, undefined behaviour, then races.
 
 `python scripts/sanitize.py [--cxx g++] [--folder build/sanitize]`. Exits 1 with the sanitizer's report where one finds something.
 """
@@ -23,7 +23,7 @@ def build(cxx: str, sanitizer: str, folder: Path, setup: dict[str, Any]) -> Path
     flags = [*setup["COMMON"], "-O1", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{ROOT / setup['FOLDER']}"]
     files = [(name, f"{setup['FOLDER']}/{name}.cpp", []) for name in setup["SOURCES"] if not name.startswith("module")]
     files += [(name, f"{setup['FOLDER']}/{source}", more) for name, (source, more) in setup["instruction_sets"]().items()]
-    files.append(("main", "tests/sanitize_kernels.cpp", []))
+    files += [(name, f"tests/{name}.cpp", []) for name in ("sanitize_kernels", "sanitize_anchors")]
     objects = []
     for name, source, more in files:
         objects.append(str(folder / f"{name}.o"))

@@ -16,6 +16,8 @@
 
 using namespace ktopt;
 
+bool check_anchors();  // sanitize_anchors.cpp
+
 namespace {
 
 std::mt19937 generator(1);
@@ -348,7 +350,9 @@ int main() {
             std::printf("%s: not on this CPU\n", isa);
             continue;
         }
-        if (!check_all() || !check_attentions() || !check_all_latents() || !check_all_experts() || !check_layers() || !check_threads()) return 1;
+        if (!check_all() || !check_attentions() || !check_all_latents() || !check_all_experts() || !check_layers() || !check_threads())
+            return 1;
+        if (!check_anchors()) return 1;
         std::printf("%s: fine\n", isa);
     }
     return 0;
