@@ -14,8 +14,8 @@ from typing import Any
 TILE_SCORES = {"cpu": 1 << 22}
 """Scores of a tile, float32, by kind of device: on a CPU they should stay in its caches between the passes over them."""
 OTHER_SCORES = 1 << 26
-LEAST_QUERIES, LEAST_TOKENS = 64, 256
-"""What a tile has at least: smaller ones make slow products."""
+LEAST_QUERIES, LEAST_TOKENS = 64, 512
+"""What a tile has at least: fewer queries make slow products, and with fewer tokens the sums so far are scaled too often."""
 FLOAT_BYTES = 4
 KEPT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Q8_NUMBERS, Q8_BYTES = 32, 34
@@ -27,7 +27,7 @@ EXPANDED_BYTES = 64 << 20
 def steps(batch: int, heads: int, queries: int, kind: str) -> tuple[int, int]:
     """Queries and tokens of a tile on a kind of device."""
     budget = TILE_SCORES.get(kind, OTHER_SCORES) // (batch * heads)
-    step = min(queries, max(LEAST_QUERIES, isqrt(budget)))
+    step = min(queries, max(LEAST_QUERIES, min(isqrt(budget), budget // LEAST_TOKENS)))
     return step, max(LEAST_TOKENS, budget // max(1, step))
 
 
@@ -83,15 +83,22 @@ def heads_together(heads: int, head_bytes: int) -> int:
     return max(1, min(heads, EXPANDED_BYTES // head_bytes))
 
 
+def heads_a_run(heads: int, queries: int, numbers: int, item: int) -> int:
+    """How many heads FlashInfer attends with at a time, where each query of a head takes so many numbers: together no more bytes
+    than a tile's scores take in torch. A divisor of the heads."""
+    most = OTHER_SCORES * (FLOAT_BYTES + item) // (queries * numbers * item)
+    return next(count for count in range(max(1, min(heads, most)), 0, -1) if heads % count == 0)
+
+
 def transient_bytes(
     sizes: LatentSizes, queries: int, context: int, absorbed: bool, item: int, kind: str, *, quantized: bool = False
 ) -> int:
     """The most that attention holds at once for a chunk of `queries` after which the context is `context` tokens, beside its input,
     its result and the cache. `item` is the bytes of a number. Temporary memory inside one operation is not in it.
 
-    The most is held while a tile of scores is added to the softmax so far; on a CPU, where a kernel keeps no scores, while the last
-    heads are expanded (in float32 or bfloat16, whichever the cache has). Latents that are `quantized` are made numbers where they
-    are read.
+    The most is held while a tile of scores is added to the softmax so far (FlashInfer takes no more than that); on a CPU, where a
+    kernel keeps no scores, while the last heads are expanded (in float32 or bfloat16, whichever the cache has). Latents that are
+    `quantized` are made numbers where they are read.
     """
     key, value = sizes.nope + sizes.rope, sizes.value
     asked = queries * sizes.heads * key * item
@@ -102,7 +109,7 @@ def transient_bytes(
         return asked + queries * sizes.heads * (key + value) * FLOAT_BYTES + expanded
     step, tokens = steps(1, sizes.heads, queries, kind)
     tokens = min(tokens, context)
-    scores = sizes.heads * step * tokens * (FLOAT_BYTES + 2 * item)
+    scores = sizes.heads * step * tokens * (FLOAT_BYTES + (item if item < FLOAT_BYTES else 0))
     scores += tokens * sizes.token_numbers * item * quantized
     if absorbed:
         held = step * sizes.heads * (sizes.token_numbers * item + sizes.latent * (2 * FLOAT_BYTES + item))

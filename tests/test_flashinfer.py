@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from ktopt.cache.latent import latent_cache
 from ktopt.kernels.cuda import latent as cuda_latent
+from ktopt.operators import latent_memory
 from ktopt.operators.modules.attention_mla import KDeepseekV2Attention
 
 PROMPT = torch.arange(60).view(1, 60) * 7 % 300
@@ -84,6 +85,17 @@ def test_a_long_prompt_is_planned_chunk_by_chunk(only_flashinfer: Any) -> None:
     ours, cache = replaced(model, absorb_for_prefill=True, page_size=8, chunk_size=25), DynamicCache(config=model.config)
     close(logits(ours, PROMPT, cache), logits(model, PROMPT))
     assert cache.ktopt_flashinfer_cpu.plans == 2 * 3
+
+
+def test_many_queries_are_attended_to_by_some_heads_at_a_time(only_flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_memory, "OTHER_SCORES", 4096)
+    model = tiny_model("deepseek_v3")
+    ours, cache = replaced(model, absorb_for_prefill=True, page_size=8), DynamicCache(config=model.config)
+    pieces = [logits(ours, piece, cache) for piece in PROMPT.split([50, 1, 9], dim=1)]
+    close(torch.cat(pieces, dim=1), logits(model, PROMPT))
+    assert [latent_memory.heads_a_run(4, queries, 3 * 32 + 2 * 16, 4) for queries in (50, 30, 15, 1)] == [1, 2, 4, 4]
+    assert latent_memory.heads_a_run(128, 8192, 3 * 512 + 2 * 64, 2) == 1
+    assert cache.ktopt_flashinfer_cpu.plans == 3
 
 
 def test_left_padding_is_told_token_by_token(only_flashinfer: Any) -> None:

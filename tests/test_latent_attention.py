@@ -113,10 +113,16 @@ def test_decoding_is_the_cpu_kernel_s(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("absorb", [True, False])
-def test_padded_sequences_have_the_logits_that_they_have_alone(side: str, absorb: bool, implementation: str) -> None:
+@pytest.mark.parametrize("absorb", [True, False, "auto"])
+@pytest.mark.parametrize("chunk", [None, 20, 5])
+@pytest.mark.parametrize("decode_cache", ["latent", "expanded"])
+@pytest.mark.usefixtures("small_tiles")
+def test_padded_sequences_have_the_logits_that_they_have_alone(
+    side: str, absorb: Any, implementation: str, chunk: int | None, decode_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_mla, "FEW_QUERIES", 3)  # so that chunks are computed as prompts are
     model = original("v3", attn_implementation=implementation)
-    ours = replaced(model, absorb_for_prefill=absorb, page_size=4)
+    ours = replaced(model, absorb_for_prefill=absorb, page_size=4, chunk_size=chunk, decode_cache=decode_cache)
     lengths, longest, steps = (5, 24, 17), 24, 3
     prompts = [PROMPT[:, 3 : 3 + length + steps] for length in lengths]
     ids = torch.zeros(3, longest, dtype=torch.long)
@@ -135,6 +141,29 @@ def test_padded_sequences_have_the_logits_that_they_have_alone(side: str, absorb
         found = torch.cat((found, more), dim=1)
     for row, prompt in enumerate(prompts):
         close(found[row][mask[row].bool()], logits(model, prompt)[0])
+
+
+@pytest.mark.parametrize("absorb", [True, False, "auto"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_left_padded_prompts_longer_than_a_chunk_go_on_over_padded_caches(
+    absorb: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two turns, each of several chunks, by the CPU kernels and by torch."""
+    if not kernels:
+        monkeypatch.setattr(attention_mla, "attend_prompt", lambda *_: None)
+        monkeypatch.setattr(KDeepseekV2Attention, "_by_kernel", lambda *_: None)
+    model = original("v3")
+    ours, cache = replaced(model, absorb_for_prefill=absorb, page_size=8, chunk_size=19), DynamicCache(config=model.config)
+    ids, mask = PROMPT.repeat(3, 2), torch.ones(3, 80, dtype=torch.long)
+    mask[1, :23], mask[2, :40] = 0, 0  # more than a chunk, and two
+    ids[1], ids[2] = ids[1].roll(3), ids[2].flip(0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = [
+        logits(ours, ids[:, part], cache, attention_mask=mask[:, : part.stop], position_ids=positions[:, part])
+        for part in (slice(0, 45), slice(45, 79), slice(79, 80))
+    ]
+    for row, start in enumerate((0, 23, 40)):
+        close(torch.cat(found, dim=1)[row, start:], logits(model, ids[row : row + 1, start:])[0])
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 64])

@@ -96,8 +96,8 @@ def _why_not(plan: Plan, context: int, memory: DeviceMemory, have: int) -> str:
         least = next(m for m in working_memory(plan, context, LEAST_CHUNK) if m.device == memory.device)
         return (
             f"{plain[0].path} and {plural(len(plain) - 1, 'other')}, which no {LATENT_ATTENTION} computes, expand keys and values "
-            f"of the whole context at once: {size(least.transient_bytes)} even for {LEAST_CHUNK} tokens at a time. {LATENT_ATTENTION} "
-            "multiplies by kv_b_proj instead (absorbed), or expands a tile of the context at a time"
+            f"of the whole context at once: {size(least.transient_bytes)} even for {LEAST_CHUNK} tokens at a time. "
+            f"{LATENT_ATTENTION} multiplies by kv_b_proj instead (absorbed), or expands a tile of the context at a time"
         )
     return "what a piece of the prompt takes grows with the context"
 

@@ -27,10 +27,10 @@ from ktopt.kernels import cpu
 from ktopt.kernels.cpu import latent
 from ktopt.kernels.cuda import latent as cuda_latent
 from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, LatentAttentionConfig
-from ktopt.operators.latent_memory import LatentSizes, prefers_absorbed
+from ktopt.operators.latent_memory import LatentSizes, heads_a_run, prefers_absorbed
 from ktopt.operators.modules import tiled_attention as tiles
 from ktopt.operators.modules.latent_linear import KLatentLinear
-from ktopt.operators.modules.latent_matrices import LatentMatrices
+from ktopt.operators.modules.latent_matrices import EVERY, LatentMatrices
 from ktopt.operators.modules.latent_prompt import attend_prompt
 from ktopt.operators.modules.linear_cpu import KLinearCPUInfer
 from ktopt.operators.modules.masks import first_tokens
@@ -221,16 +221,21 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             return None
         begins = None if isinstance(starts, int) else starts
         planner = _planner(held.__dict__ if cache is None else cache.__dict__, held, device)
+        together = heads_a_run(heads, batch * queries, 3 * widths[0] + 2 * widths[1], held.dtype.itemsize)  # type: ignore[union-attr]
         planner.plan(
             (held.layout, queries, tokens, None if begins is None else tuple(begins.tolist())),
             held.table(), queries, tokens, begins, held.page_tokens,
-            num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], sm_scale=self.scaling,
+            num_heads=together, head_dim_ckv=widths[0], head_dim_kpe=widths[1], sm_scale=self.scaling,
             q_data_type=query_BSNH.dtype, kv_data_type=held.dtype,
         )  # fmt: skip
-        absorbed_BNSW = self._absorbed_query(query_BSNH.transpose(1, 2))
-        query_QNW = absorbed_BNSW.transpose(1, 2).reshape(batch * queries, heads, -1)
-        out_QNL = planner.run(query_QNW, held.pool.pages_GTW, widths[0])  # type: ignore[union-attr]
-        return self.matrices.values(out_QNL.view(batch, queries, heads, -1).transpose(1, 2)).transpose(1, 2)
+        out_BSNV = query_BSNH.new_empty(batch, queries, heads, self.v_head_dim)
+        for head in range(0, heads, together):
+            part = slice(head, head + together)
+            absorbed_BSNW = self._absorbed_query(query_BSNH[:, :, part].transpose(1, 2), part).transpose(1, 2)
+            out_QNL = planner.run(absorbed_BSNW.flatten(0, 1), held.pool.pages_GTW, widths[0])  # type: ignore[union-attr]
+            out_BNSL = out_QNL.view(batch, queries, together, -1).transpose(1, 2)
+            out_BSNV[:, :, part] = self.matrices.values(out_BNSL, part).transpose(1, 2)
+        return out_BSNV
 
     def _by_tiles(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen) -> torch.Tensor:
         """The result (B, S, N, V) by torch."""
@@ -253,10 +258,10 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         )
         return choice == "auto" and prefers_absorbed(queries, context, sizes)
 
-    def _absorbed_query(self, query_BNSH: torch.Tensor) -> torch.Tensor:
-        """Queries as they meet the latents themselves: [q_nope W_UK, q_pe], (B, N, S, W)."""
+    def _absorbed_query(self, query_BNSH: torch.Tensor, heads: slice = EVERY) -> torch.Tensor:
+        """Queries of these heads as they meet the latents themselves: [q_nope W_UK, q_pe], (B, N, S, W)."""
         nope, rope = query_BNSH.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
-        return torch.cat((self.matrices.absorb(nope), rope), dim=-1)
+        return torch.cat((self.matrices.absorb(nope, heads), rope), dim=-1)
 
     def _absorbed(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen, end: int) -> torch.Tensor:
         """Queries against the latents themselves: all heads share a tile's keys and values."""

@@ -14,6 +14,9 @@ from torch import nn
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu.latent import HeadBlocks
 
+EVERY = slice(None)
+"""All heads."""
+
 
 class LatentMatrices:
     """Reads one kv_b_proj (N * (P + V), L) in all the ways that attention needs it."""
@@ -65,17 +68,17 @@ class LatentMatrices:
         whole_NXL = self.whole(dtype)
         return whole_NXL[:, : self.nope], whole_NXL[:, self.nope :]
 
-    def absorb(self, query_BNSP: torch.Tensor) -> torch.Tensor:
-        """q_nope W_UK: (B, N, S, L)."""
+    def absorb(self, query_BNSP: torch.Tensor, heads: slice = EVERY) -> torch.Tensor:
+        """q_nope W_UK of these heads: (B, N, S, L)."""
         if self.split is not None:
-            return _by_head(query_BNSP, self.projection.numbers(query_BNSP.dtype)[0].mT)  # type: ignore[operator]
-        return _by_head(query_BNSP, self.whole(query_BNSP.dtype)[:, : self.nope])
+            return _by_head(query_BNSP, self.projection.numbers(query_BNSP.dtype)[0].mT[heads])  # type: ignore[operator]
+        return _by_head(query_BNSP, self.whole(query_BNSP.dtype)[heads, : self.nope])
 
-    def values(self, latents_BNSL: torch.Tensor) -> torch.Tensor:
-        """Weighted latents times W_UV: (B, N, S, V)."""
+    def values(self, latents_BNSL: torch.Tensor, heads: slice = EVERY) -> torch.Tensor:
+        """Weighted latents times W_UV of these heads: (B, N, S, V)."""
         if self.split is not None:
-            return _by_head(latents_BNSL, self.projection.numbers(latents_BNSL.dtype)[1].mT)  # type: ignore[operator]
-        return _by_head(latents_BNSL, self.whole(latents_BNSL.dtype)[:, self.nope :].mT)
+            return _by_head(latents_BNSL, self.projection.numbers(latents_BNSL.dtype)[1].mT[heads])  # type: ignore[operator]
+        return _by_head(latents_BNSL, self.whole(latents_BNSL.dtype)[heads, self.nope :].mT)
 
     def blocks(self) -> tuple[HeadBlocks, HeadBlocks] | None:
         """W_UK and W_UV for the CPU kernels, as they are stored; None where the kernels can't take them."""
