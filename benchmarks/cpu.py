@@ -30,6 +30,8 @@ from ktopt.runtime.foreign_load import ForeignLoad
 PREFILL_TARGET, DECODE_TARGET, DEEP_TARGET = 1.0, 1.3, 2.0
 """Of the faster peer at prefill, of llama.cpp at decoding from an empty cache and after DEEP tokens."""
 DEEP = 1024
+LATENT_TARGETS = {4096: 2.5, 16_384: 3.0}
+"""Of llama.cpp at decoding from so many tokens on, for latent attention, whose cache is small."""
 MEMORY_SHARE = 1.3
 """Of the file, which memory may take beside the cache."""
 BUSY_CORES = 0.1
@@ -57,7 +59,7 @@ def measure(model: Model, file: Path, engines: list[Engine], options: argparse.N
     return {
         "file_bytes": file.stat().st_size,
         "weights_read_bytes": read,
-        "rows": [_row(phase, at, depth, runs, read) for phase, at, depth in _asked(options)],
+        "rows": [_row(phase, at, depth, runs, read, model.kind) for phase, at, depth in _asked(options)],
         "engines": {name: _engine(many) for name, many in runs.items()},
         "memory": _memory(file, runs["ktopt"]) if "ktopt" in runs else {},
         "failed": failed,
@@ -77,7 +79,14 @@ def _engine(runs: list[Said]) -> dict[str, Any]:
     }
 
 
-def _row(phase: str, n: int, depth: int, runs: dict[str, list[Said]], read: int) -> dict[str, Any]:
+def _target(kind: str, phase: str, depth: int) -> float:
+    if phase == "prefill":
+        return PREFILL_TARGET
+    latent = [ratio for least, ratio in LATENT_TARGETS.items() if depth >= least and kind.startswith("deepseek")]
+    return max(latent, default=DEEP_TARGET if depth >= DEEP else DECODE_TARGET)
+
+
+def _row(phase: str, n: int, depth: int, runs: dict[str, list[Said]], read: int, kind: str) -> dict[str, Any]:
     """Speeds of all engines; ktopt's ratio to the fastest that counts, and what it read a second. A slow engine may have decoded
     fewer tokens than `n`."""
 
@@ -87,8 +96,14 @@ def _row(phase: str, n: int, depth: int, runs: dict[str, list[Said]], read: int)
     found = {name: [row for said in many for row in said["results"] if same(row)] for name, many in runs.items()}
     repeats = {name: [row["tokens_per_s"] for row in rows] for name, rows in found.items()}
     speeds = {name: median(values) for name, values in repeats.items()}
-    target = PREFILL_TARGET if phase == "prefill" else DEEP_TARGET if depth >= DEEP else DECODE_TARGET
-    made = {"phase": phase, "n": n, "depth": depth, "tokens_per_s": speeds, "repeats": repeats, "target": target}
+    made = {
+        "phase": phase,
+        "n": n,
+        "depth": depth,
+        "tokens_per_s": speeds,
+        "repeats": repeats,
+        "target": _target(kind, phase, depth),
+    }
     peers = {name: speed for name, speed in speeds.items() if _counts(name, phase)}
     if "ktopt" in speeds and peers:
         made["faster_peer"] = max(peers, key=lambda name: peers[name])

@@ -8,12 +8,14 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import gguf_fixtures
 import pytest
 import torch
 from apply_fixtures import greedy
 from gguf_fixtures import make_gguf, tiny_model
 
 import ktopt
+from ktopt.diagnostics import KtoptError
 from ktopt.kernels import cpu
 from ktopt.operators.modules.attention_mla import KDeepseekV2Attention
 from ktopt.operators.modules.latent_linear import KLatentLinear
@@ -95,3 +97,21 @@ def test_the_example_writes_what_transformers_writes(capsys: pytest.CaptureFixtu
     attention, theirs, ours = (line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines())
     assert attention == "KDeepseekV3Attention"
     assert theirs == ours
+
+
+@pytest.mark.parametrize(("kv_b", "lost"), [
+    ("split", "blk.1.attn_k_b.weight"), ("split", "blk.1.attn_v_b.weight"), ("fused", "blk.1.attn_kv_b.weight"),
+    ("split", "blk.0.attn_kv_a_mqa.weight"), ("fused", "blk.0.attn_q_b.weight"),
+])  # fmt: skip
+def test_a_file_that_lacks_a_projection_is_refused_by_name_before_any_work(
+    tmp_path: Path, kv_b: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = gguf_fixtures._stored
+    monkeypatch.setattr(gguf_fixtures, "_stored", lambda *given: [each for each in written(*given) if each[0] != lost])
+    path = make_gguf(tmp_path / "m.gguf", tiny_model("deepseek_v3"), kv_b=kv_b)
+    monkeypatch.setattr("ktopt.weights.gguf_source.GGUFSource.read", None)  # no weight is read
+    name = "kv_b_proj" if "b.weight" in lost and "_q_" not in lost else lost.split(".")[2].removeprefix("attn_")
+    with pytest.raises(KtoptError) as refused:
+        load(tmp_path, ARTICLE + STORED, path)
+    assert f"layers.{lost[4]}.self_attn.{name.replace('kv_a_mqa', 'kv_a_proj_with_mqa')}" in str(refused.value)
+    assert lost.replace("attn_k_b", "attn_kv_b").replace("attn_v_b", "attn_kv_b") in str(refused.value)
