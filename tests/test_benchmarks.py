@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ("common.py", "cpu_engines.py", "cpu_models.py")
+SHARED = ("common.py", "cpu_engines.py", "cpu_models.py", "mla_plot.py")
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name not in SHARED)
 
 
@@ -18,6 +19,29 @@ def test_a_benchmark_explains_itself(script: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--json" in done.stdout
+
+
+@pytest.mark.parametrize("way", ["absorbed", "expanded", "auto"])
+@pytest.mark.parametrize(("chunk", "context"), [(1024, 4096), (4096, 8192), (64, 20_480)])
+def test_what_a_chunk_takes_on_a_gpu_is_within_ten_percent_of_the_plan_s_formula(
+    way: str, chunk: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import mla
+
+    row = mla.measure(way, chunk, context, "meta")
+    assert 0.9 < row["measured"] / row["formula"] < 1.1, row
+
+
+def test_the_plot_has_a_line_for_each_way_and_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from mla_plot import memory_plot
+
+    ways, chunks, contexts = ("absorbed", "expanded"), (8192, 4096, 1024), (8192, 139_264)
+    rows = [{"way": w, "chunk": c, "context": t, "measured": c * 1e5} for w in ways for c in chunks for t in contexts]
+    drawn = ElementTree.fromstring(memory_plot(rows))
+    assert sum(each.tag.endswith("path") for each in drawn) == 7
+    assert {"expanded, chunk 4,096", "whole context expanded"} <= {each.text for each in drawn}
 
 
 def test_the_readme_names_benchmarks_that_exist() -> None:
