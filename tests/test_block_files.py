@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from block_fixtures import BLOCKS, DIRECT, LAYERS, LAYOUT, ROWS, SMALL, assert_a
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.files import BlockHeader, FileShape, ForeignFile, pack_header, parse_header
 from ktopt.cache.blocks.folders import SessionFolder
+from ktopt.cache.blocks.layout import BlockLayout
+from ktopt.cache.blocks.store import BlockStore
 from ktopt.diagnostics import KtoptError
 
 SHAPE = FileShape("a model", LAYOUT, LAYERS, ROWS)
@@ -29,6 +32,10 @@ def store(tmp_path):
     made = small_store(tmp_path)
     yield made
     made.close()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def files(folder, ending="block"):
@@ -151,6 +158,42 @@ class TestTiers:
         mine = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
         assert sum(name.startswith(str(tmp_path)) and not name.endswith("lock") for name in mine) <= 3
         store.close()
+
+    def test_the_process_takes_no_more_memory_than_the_budget(self, tmp_path):
+        layout = BlockLayout(tokens=128, key_dim=64, value_dim=64, kind="F16")
+        budget, blocks = 8 << 20, 1000
+        disk = DiskTier(tmp_path, readers=2, durable=False)
+        before = resident_bytes()
+        store = BlockStore(layout, 1, 1, blocks, device_bytes=budget // 2, host_bytes=budget // 2, disk=disk, fetch_blocks=16)
+        one = torch.zeros(1, layout.nbytes, dtype=torch.uint8)
+        for block in range(blocks):
+            store.put(0, block, one)
+        for first in range(0, blocks - 16, 16):
+            store.fetch(0, torch.arange(first, first + 16)[None])
+        assert blocks * layout.nbytes > 3 * budget
+        assert resident_bytes() - before < budget * 1.1 + (4 << 20)  # threads, and what Python keeps
+        assert store.statistics.device_bytes + store.statistics.host_bytes > budget * 0.98
+        store.close()
+
+    def test_an_interrupt_leaves_no_slot_to_two_parts(self, store, monkeypatch):
+        fill(store)
+        store.flush()
+        checksum, calls = FileShape.checksum, []
+
+        def interrupted(*args):
+            calls.append(1)
+            if len(calls) % 3 == 0 and threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return checksum(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FileShape, "checksum", interrupted)
+            for block in range(0, 12, 4):
+                with suppress(KeyboardInterrupt):
+                    store.fetch(0, torch.arange(block, block + 4).repeat(ROWS, 1))
+        addresses = store.addresses[store.addresses != 0]
+        assert len(addresses.unique()) == len(addresses) == store._pools.slots - store._pools.free
+        assert_all_right(store)
 
     def test_the_table_has_a_row_for_each_tier(self, store):
         fill(store)

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 FSYNC_FILES = 16
 """Finished files that are made durable together."""
 ABSENT, UNFINISHED, FINISHED = 0, 1, 2
+ENDINGS = (".part", ".part", ".block")
 BLOCK_INDEX_BYTES = 3
 """What a block's state and its count of written layers take."""
 CHECKSUM_BYTES = 4
@@ -70,6 +71,7 @@ class DiskTier:
         self._unsynced: list[int] = []
         self.held_bytes = self.written_bytes = 0
         self.session = SessionFolder(self.folder)
+        self._folder = str(self.session.path)
         self._drop_pages = False
         if self.direct and not self._knows_direct():
             log.warning("%s: the file system knows no direct reads; pages are dropped after each read instead", self.folder)
@@ -105,7 +107,7 @@ class DiskTier:
         return self._path(block, int(self._states_M[block]))
 
     def _path(self, block: int, state: int) -> Path:
-        return self.session.path / f"{block:08d}.{'block' if state == FINISHED else 'part'}"
+        return self.session.path / f"{block:08d}{ENDINGS[state]}"
 
     # writing
 
@@ -144,6 +146,9 @@ class DiskTier:
             sync_folder(self.session.path)
 
     # files that outlive the session
+
+    def finished(self, block: int) -> bool:
+        return bool(self._states_M[block] == FINISHED)
 
     def complete(self, block: int, chain: bytes, tokens: NDArray[np.int64], extra: bytes) -> Path:
         """Write into a finished file of this session what makes it one for others; its path. OSError where that can't be done."""
@@ -223,7 +228,8 @@ class DiskTier:
 
     def _open_file(self, block: int, direct: bool) -> int:
         flags = os.O_RDONLY if direct or self._states_M[block] == FINISHED else os.O_RDWR
-        return os.open(self.path(block), flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        ending = ENDINGS[self._states_M[block]]
+        return os.open(f"{self._folder}/{block:08d}{ending}", flags | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
 
     def _knows_direct(self) -> bool:
         path = self.session.path / "direct"

@@ -175,6 +175,8 @@ class PrefixStore:
     ) -> bool:
         path, block = self._path(chain, index), index - self.sink_blocks
         path.unlink(missing_ok=True)
+        if not disk.finished(block):
+            return False
         beside = extra(block)
         if not self._kept.make_room(self.shape.nbytes + len(beside), chain):
             return False

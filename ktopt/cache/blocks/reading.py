@@ -5,6 +5,7 @@ Legend: L layers, R rows, M blocks at most, S some parts of a layer.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 from collections.abc import Callable
@@ -16,6 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktopt.cache.blocks.disk import DiskTier, buffer_bytes
+
+log = logging.getLogger(__name__)
+
+CACHED_SHARE = 8
+"""Runs for which it is worth while to wake another thread where they probably lie in the page cache."""
+DIRECT_SHARE = 2
+"""The same where the disk is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,12 @@ class Readers:
 
     def read(self, runs: list[Run]) -> None:
         """All of them, now. KtoptError where one can't be read; the others have been read or not."""
-        share = -(-len(runs) // (self._disk.readers + 1))
+        share = max(-(-len(runs) // (self._disk.readers + 1)), DIRECT_SHARE if self._disk.direct else CACHED_SHARE)
         others = [self.start(runs[at : at + share]) for at in range(share, len(runs), share)]
         try:
             self._read(runs[:share])
         finally:
-            errors = [other.exception() for other in others]
+            errors = finished(others)
         for error in errors:
             if error is not None:
                 raise error
@@ -76,3 +84,12 @@ class Readers:
                 self._disk.read(run.layer, run.block, run.first_row, [self._memory(slot) for slot in run.slots], buffer)
         finally:
             self._buffers.put(buffer)
+
+
+def finished(reads: list[Future[None]]) -> list[BaseException | None]:
+    """The errors of reads, when all have ended: an interrupt waits too, since they write into slots."""
+    while True:
+        try:
+            return [read.exception() for read in reads]
+        except KeyboardInterrupt:
+            log.info("waiting for the disk before the interrupt is followed")

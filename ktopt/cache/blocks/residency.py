@@ -45,8 +45,8 @@ class Residency:
         """Take parts out of memory, those of them that are there."""
         addresses_S = self.addresses_P[parts_S]
         there_S = addresses_S != 0
+        self.addresses_P[parts_S] = 0  # first: an interrupt never leaves the address of a slot that is another's
         self.pools.give_back(self.pools.slots_at(addresses_S[there_S]))
-        self.addresses_P[parts_S] = 0
 
     def forget(self, parts_S: NDArray[np.int64]) -> None:
         self.drop(parts_S)

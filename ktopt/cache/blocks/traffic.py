@@ -107,8 +107,7 @@ class DiskTraffic:
 
     def flush(self) -> None:
         """Have everything on disk, durably. KtoptError where it doesn't take it."""
-        with self._waiting():
-            done = self._writer.flush()
+        done = self._writer.flush()
         self.take_note()
         if not done:
             raise KtoptError(f"not all blocks of the cache could be written: {self._disk_in_words()}")

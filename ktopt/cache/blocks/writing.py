@@ -5,6 +5,7 @@ A part that hasn't been written can't leave memory, so that slots themselves are
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import deque
@@ -135,4 +136,7 @@ class WriteBehind:
                 log.warning("%s: %s; blocks stay in memory while they fit", self._disk.folder, error.strerror or error)
                 self._warned = True
             return error
+        except Exception as error:  # whoever waits for this thread is told, and doesn't wait for ever
+            log.exception("%s: a block can't be written", self._disk.folder)
+            return OSError(errno.EIO, str(error))
         return None
