@@ -24,7 +24,12 @@ LAYERS = frozenset(
 """The layers whose forward the kernels compute."""
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu")
 """transformers' names of those that the kernels have."""
-RUN_BELOW = frozenset({"KTransformersLinear", "KTransformersExperts", "KTransformersExpertsV2", "KDeepseekV2Attention"})
+RUN_BELOW = frozenset(
+    {
+        "KTransformersLinear", "KTransformersExperts", "KTransformersExpertsV2", "KDeepseekV2Attention", "KDynamicAttention",
+        "KLlamaAttention",
+    }
+)  # fmt: skip
 """Operators with an implementation whose weights the kernels can run on."""
 OPS_BELOW = frozenset({"KLinearCPUInfer", "KLinearTorch", "KExpertsCPU", "KExpertsTorch"})
 """Their inner ops that it can run."""

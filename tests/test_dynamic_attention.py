@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from blocked_models import ANCHORS, SMALL, blocked, logits_of, pieces_of, rules
-from layer_fixtures import FAMILIES, SHAPE, difference, fused, random_model
+from layer_fixtures import FAMILIES, SHAPE, assert_no_fallback, difference, fused, random_model
 from transformers import DynamicCache, StaticCache
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -297,3 +297,33 @@ def test_the_listed_classes_ask_attention_for_no_more_than_it_computes():
 
 def test_settings_of_the_tests_are_in_blocks():
     assert SMALL["max_seq_len"] % SMALL["block_size"] == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"second_select_num": 2, "token_step": 3, "layer_step": 2}, {"chunk_size": 16}])
+@pytest.mark.parametrize("family", GROUPED)
+def test_a_fused_layer_computes_the_same(family, settings, caplog):
+    model = random_model(family)
+    separate, one = blocked(model, **settings), blocked(model, fuse=True, **settings)
+    pieces = pieces_of(IDS, 57, 40)
+    assert difference(logits_of(one, pieces), logits_of(separate, pieces)) < 2e-5
+    assert_no_fallback(caplog)
+
+
+def test_a_fused_layer_takes_a_padded_batch(caplog):
+    model = random_model("qwen3")
+    ids, mask = torch.cat([IDS, IDS.flip(1)]), torch.ones(2, 110, dtype=torch.long)
+    mask[1, :75] = 0
+    ours, cache, theirs = blocked(model, fuse=True), DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for end in (100, *range(101, 111)):
+        start = cache.get_seq_length()
+        given = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, start:]}
+        made, expected = (each(ids[:, start:end], cache=c, **given).logits for each, c in ((ours, cache), (model, theirs)))
+        seen = mask[:, start:end].bool()
+        assert difference(made[seen], expected[seen]) < 2e-5
+    assert_no_fallback(caplog)
+
+
+def test_a_fused_layer_generates_the_same_tokens():
+    model = random_model("llama")
+    given = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 30, "pad_token_id": 0}
+    assert torch.equal(blocked(model, fuse=True).generate(IDS, **given), model.generate(IDS, **given))

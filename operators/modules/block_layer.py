@@ -87,10 +87,10 @@ class BlockLayer(DynamicLayer):
         with torch.inference_mode(False):
             shape = (batch, heads, shared.sinks * shared.tokens)
             self.sink = [torch.empty(*shape, dim, dtype=self.dtype, device=device) for dim in dims]
-        if shared.leads(self.number):
-            self.anchors = Anchors(
-                long.anchor_type, long.anchor_num or 1, self.rows, shared.store.max_blocks, shared.tokens, key_dim
-            )
+            if shared.leads(self.number):
+                self.anchors = Anchors(
+                    long.anchor_type, long.anchor_num or 1, self.rows, shared.store.max_blocks, shared.tokens, key_dim
+                )
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -123,19 +123,21 @@ class BlockLayer(DynamicLayer):
         window, shared, tokens = self.window, self.shared, self.shared.tokens
         assert window is not None
         assert shared.layout is not None
-        for _ in range(count):
-            keys, values = (each[:, :, :tokens].flatten(0, 1) for each in window.there())
+        keys_RXD, values_RXV = (each[:, :, : count * tokens].flatten(0, 1) for each in window.there())
+        if self.anchors is not None and count:
+            self.anchors.add(keys_RXD.unflatten(1, (count, tokens)).float(), self._importance(keys_RXD, count))
+        for at in range(0, count * tokens, tokens):
+            keys, values = keys_RXD[:, at : at + tokens], values_RXV[:, at : at + tokens]
             shared.store.put(self.number, self.middle, pack(keys, values, shared.layout))
-            if self.anchors is not None:
-                self.anchors.add(keys[:, None].float(), self._importance(keys))
             self.gone += 1
-            window.drop(tokens)
+        window.drop(count * tokens)
 
-    def _importance(self, keys_RTD: torch.Tensor) -> torch.Tensor | None:
-        """What DYNAMIC chooses the next middle block's keys by (R, 1, T): how much the last queries attended to them."""
+    def _importance(self, keys_RXD: torch.Tensor, count: int) -> torch.Tensor | None:
+        """What DYNAMIC chooses the next blocks' keys by (R, count, T): how much the last queries attended to them."""
         if self.shared.settings.anchor_type != "DYNAMIC" or not self.asked.queries:
             return None
-        return self.asked.importance(keys_RTD, self.gone * self.shared.tokens, self.scale, self.starts_R).unsqueeze(1)
+        importance_RX = self.asked.importance(keys_RXD, self.gone * self.shared.tokens, self.scale, self.starts_R)
+        return importance_RX.unflatten(1, (count, -1))
 
     @property
     def remembers_queries(self) -> bool:

@@ -26,6 +26,9 @@ from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.operators.layer import LayerConfig
+from ktopt.operators.modules.attention_function import NAME as BLOCKS
+from ktopt.operators.modules.decoder_blocks import KINDS, run_blocked
+from ktopt.operators.modules.dynamic_attention import KDynamicAttention
 from ktopt.operators.modules.fusing import Fused, describe
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.mixing import Mixed, mix
@@ -33,8 +36,6 @@ from ktopt.operators.modules.rotation import rotation
 
 log = logging.getLogger(__name__)
 
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-"""The kernels' numbers of the dtypes that a cache may have."""
 LATENT_KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8}
 """The same of the storage types that a latent cache may have."""
 FEW_LATENT = 16
@@ -47,7 +48,7 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Arguments of a layer that change nothing in it, or that hooks on its children answer."""
-IMPLEMENTATIONS = frozenset({"sdpa", "eager", "flash_attention_2", "flash_attention_3", None})
+IMPLEMENTATIONS = frozenset({"sdpa", "eager", "flash_attention_2", "flash_attention_3", BLOCKS, None})
 """Of attention, in transformers: those that compute what the kernels do. Others may be anybody's function."""
 
 
@@ -115,6 +116,8 @@ class KDecoderLayer(Mixed, nn.Module):
         try:
             if fused.latent:
                 return self._latent(fused, x_BSH, attention_mask, position_embeddings, cache, others)
+            if cache is not None and not fused.window and isinstance(self.self_attn, KDynamicAttention):
+                return self._blocked(fused, x_BSH, attention_mask, position_embeddings, cache)
             return self._grouped(fused, x_BSH, attention_mask, position_embeddings, cache)
         except OverflowError as error:
             raise KtoptError(
@@ -156,6 +159,15 @@ class KDecoderLayer(Mixed, nn.Module):
             keys.shape[2], held.past, 0 if isinstance(seen, int) else seen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         held.advance(tokens)
+        return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
+
+    def _blocked(self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any) -> torch.Tensor | str:
+        held = self.self_attn.cache_layer(cache)
+        if held is None:
+            return _other_cache(cache, fused.index)
+        out = _copied(x_BSH)
+        if reason := run_blocked(fused, held, out, mask, embeddings):
+            return reason
         return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
 
     def _cache_layer(self, cache: Any, fused: Fused, batch: int) -> GrowingLayer | str:

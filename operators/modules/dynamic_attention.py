@@ -105,11 +105,10 @@ class KDynamicAttention(Mixed, nn.Module):
     def cache_layer(self, cache: Any) -> BlockLayer | None:
         """The cache's layer as one that keeps blocks; None where this attention has a window: its cache stays short by itself, and
         grows in place."""
-        long, memory = self.settings
         if self.window:
             growing_layer(cache, self.layer_idx, None)
             return None
-        held = block_layer(cache, self.layer_idx, lambda: BlockCache(long, memory, full_layers(self.config)))
+        held = block_layer(cache, self.layer_idx, lambda: BlockCache(*self.settings, full_layers(self.config)))
         if held is None:
             kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
             _say(self.origin.__name__, f"a cache of another kind ({kind})")

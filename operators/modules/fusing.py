@@ -27,19 +27,21 @@ class Fused:
     """A layer that the kernels can run.
 
     index            the layer's number in the cache
-    kv_heads, head_dim, window   of grouped-query attention, its cache's shape; window 0 for none
+    heads, kv_heads, head_dim, window, scale   of grouped-query attention; window 0 for none
     latent           of latent attention, the numbers of a token's latent and of its rotary key; None for grouped-query attention
     page_tokens      of its cache
     config, dropout  the attention's
-    run, run_latent, run_mlp   the extension's functions of these names, on the layer; None while weights are missing
+    run, run_latent, run_mlp, run_before, run_after   the extension's functions on the layer; None while weights are missing
     """
 
     index: int
     watched: Watched
     hidden: int = 0
+    heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
     window: int = 0
+    scale: float = 0.0
     latent: tuple[int, int] | None = None
     page_tokens: int = PAGE_TOKENS
     config: Any = None
@@ -47,6 +49,8 @@ class Fused:
     run: Callable[..., None] | None = None
     run_latent: Callable[..., None] | None = None
     run_mlp: Callable[..., None] | None = None
+    run_before: Callable[..., None] | None = None
+    run_after: Callable[..., None] | None = None
 
     def stands(self) -> bool:
         """Whether the children are still those that it was made of, and without hooks."""
@@ -65,7 +69,7 @@ def describe(layer: Any) -> Fused | str:
             return "a part of it has a hook"
         if not any(parameter.is_meta for parameter in layer.parameters()):
             runners = cpu.layer_runners(description)
-            fused.run, fused.run_latent, fused.run_mlp = runners
+            fused.run, fused.run_latent, fused.run_mlp, fused.run_before, fused.run_after = runners
         return fused
     except CannotFuse as reason:
         return str(reason)
@@ -118,15 +122,18 @@ def _attention(attention: Any, watched: Watched) -> tuple[Fused, dict[str, Any]]
     if rotary.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise CannotFuse("its attention rotates a part of each head")
     kv_heads = attention.k_proj.out_features // dim
-    fused = Fused(attention.layer_idx, watched, kv_heads=kv_heads, head_dim=dim, window=_window(attention))
+    heads, scale = attention.q_proj.out_features // dim, float(attention.scaling)
+    fused = Fused(
+        attention.layer_idx, watched, heads=heads, kv_heads=kv_heads, head_dim=dim, window=_window(attention), scale=scale
+    )
     return fused, {
         "hidden": attention.q_proj.in_features,
-        "heads": attention.q_proj.out_features // dim,
+        "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": dim,
         "rotary_dim": dim,
         "window": fused.window,
-        "scale": float(attention.scaling),
+        "scale": scale,
         "q_norm": norm_of(attention.q_norm, dim, watched) if "q_norm" in attention._modules else None,
         "k_norm": norm_of(attention.k_norm, dim, watched) if "k_norm" in attention._modules else None,
         "qkv": bundle(watched, attention.q_proj, attention.k_proj, attention.v_proj),
