@@ -1,6 +1,6 @@
-"""Blocks as they stand in a GPU's pool are gguf's numbers, in halves; and what GPUs compute of blocks in torch meets no other device.
+"""Blocks as they stand in a GPU's pool are gguf's numbers, in halves; what GPUs compute of blocks in torch meets no other device.
 
-The last are seen without a GPU: torch's fake tensors refuse an operation on tensors of two devices.
+The last is seen without a GPU: torch's fake tensors refuse an operation on tensors of two devices.
 """
 
 from __future__ import annotations

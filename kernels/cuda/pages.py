@@ -71,7 +71,7 @@ def _pool_pages(part: SlotSegments) -> Pages | None:
     last_R = tuple(1 if row in empty_R else tokens for row in range(rows))
 
     def some_pages() -> torch.Tensor:
-        return all_pages()[places.to(part.slots_RK.device)].clamp_(min=0)
+        return all_pages()[places.to(part.slots_RK.device, non_blocking=True)].clamp_(min=0)
 
     return Pages(keys, values, tuple(keep.sum(1).tolist()), last_R, empty_R, some_pages)
 
@@ -91,7 +91,7 @@ def _cache_pages(part: CacheSegments) -> Pages | None:
 
     def indices() -> torch.Tensor:
         pages = [page + row * row_tokens // tokens for row, span in enumerate(spans) for page in span]
-        return torch.tensor(pages, dtype=torch.int32).to(part.keys_RCD.device)
+        return torch.tensor(pages, dtype=torch.int32).to(part.keys_RCD.device, non_blocking=True)
 
     def paged(numbers: torch.Tensor) -> torch.Tensor:
         total = ((rows - 1) * row_tokens + capacity) // tokens
