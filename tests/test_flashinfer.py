@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from ktopt.cache.latent import latent_cache
 from ktopt.kernels.cuda import latent as cuda_latent
 from ktopt.operators import latent_memory
+from ktopt.operators.modules import attention_mla
 from ktopt.operators.modules.attention_mla import KDeepseekV2Attention
 
 PROMPT = torch.arange(60).view(1, 60) * 7 % 300
@@ -128,6 +129,15 @@ def test_a_bounded_cache_has_fixed_buffers_for_cuda_graphs(only_flashinfer: Any)
     assert [buffer.data_ptr() for buffer in wrapper.buffers or ()] == before
     assert wrapper.buffers is not None
     assert wrapper.buffers[3].tolist() == [21]
+
+
+def test_that_torch_computes_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    attention_mla._say_torch.cache_clear()
+    for _ in range(2):
+        attention_mla._say_torch("cuda", "it takes bfloat16 and float16, not torch.float32")
+        attention_mla._say_torch("cpu", "it runs on NVIDIA GPUs, not on cpu")
+    (record,) = caplog.records
+    assert record.getMessage().endswith("computed by torch, not by FlashInfer: it takes bfloat16 and float16, not torch.float32")
 
 
 def test_what_flashinfer_can_not_compute_is_refused_with_the_reason() -> None:

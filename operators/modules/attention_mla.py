@@ -212,7 +212,11 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         """The result (B, S, N, V) by FlashInfer, absorbed; None where it isn't for it."""
         batch, queries, heads, _ = query_BSNH.shape
         device, widths, tokens = query_BSNH.device, (self.kv_lora_rank, self.qk_rope_head_dim), seen.past + query_BSNH.shape[1]
-        if cuda_latent.refuses(device, *widths, held.dtype) or query_BSNH.dtype != held.dtype:  # type: ignore[arg-type]
+        reason = cuda_latent.refuses(device, *widths, held.dtype)  # type: ignore[arg-type]
+        if not reason and query_BSNH.dtype != held.dtype:
+            reason = f"it takes queries and latents of one dtype, and these are {query_BSNH.dtype} and {held.dtype}"
+        if reason:
+            _say_torch(device.type, reason)
             return None
         if not self.absorbs(queries, tokens) or (queries <= FEW_QUERIES and self.settings.decode_cache == "expanded"):
             return None
@@ -391,6 +395,12 @@ def _as_4d(mask: Any, batch: int, queries: int, tokens: int) -> torch.Tensor | s
     if mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[2] == queries and mask.shape[3] == tokens:
         return mask
     return f"an attention mask of shape {list(mask.shape)}"
+
+
+@lru_cache(maxsize=256)
+def _say_torch(kind: str, reason: str) -> None:
+    if kind == "cuda":
+        log.warning("latent attention is computed by torch, not by FlashInfer: %s", reason)
 
 
 @lru_cache(maxsize=256)

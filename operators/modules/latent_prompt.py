@@ -35,9 +35,10 @@ def attend_prompt(
     context = seen.past + queries
     together = heads_together(heads, context * (numbers + matrices.value) * dtype.itemsize)
     out_BSNV = torch.empty(batch, queries, heads, matrices.value)
+    latents_BTW = held.latents(0, context)
     for row in range(batch):
         query_SNH = query_BSNH[row].float().contiguous()
-        latents_TW = held.latents(0, context)[row].to(dtype)
+        latents_TW = latents_BTW[row].to(dtype)
         start = starts if isinstance(starts, int) else int(starts[row])
         for head in range(0, heads, together):
             part = slice(head, head + together)
