@@ -72,7 +72,7 @@ def working_memory(
         if keeps_blocks(step):
             blocked.setdefault(step.generate_device, []).append(step)
             continue
-        device, found = step.generate_device, _working(plan, step, context, piece)
+        device, found = step.generate_device, _working(plan, step, context, piece, chunk_size)
         before = held.get(device, Working())
         transient = max(before.transient_bytes, found.transient_bytes)
         held[device] = Working(before.cache_bytes + found.cache_bytes, transient)
@@ -144,12 +144,12 @@ def _spec_working(step: Step) -> Any:
     return spec.working if spec is not None else None
 
 
-def _working(plan: Plan, step: Step, context: int, piece: int) -> Working:
+def _working(plan: Plan, step: Step, context: int, piece: int, chunk_size: int | None) -> Working:
     spec = find(step.operator)
     config: Mapping[str, Any] = plan.model.config
     item = ITEM_BYTES[step.dtype]
     if spec is not None and spec.working is not None:
-        built, _ = build_config(spec, {**step.kwargs, "chunk_size": piece})
+        built, _ = build_config(spec, {**step.kwargs, **({"chunk_size": chunk_size} if chunk_size else {})})
         return spec.working(config, built or spec.config(), item, context, piece, device_kind(step.generate_device))
     heads, head = config.get("num_attention_heads"), config.get("head_dim")
     if isinstance(config.get("kv_lora_rank"), int):  # transformers' own latent attention expands all of the context

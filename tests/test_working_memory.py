@@ -58,6 +58,19 @@ def test_a_larger_chunk_on_the_command_line_wins_over_the_rules() -> None:
     assert prompt_piece(plan) == 4096
 
 
+def test_attention_that_nothing_gives_a_chunk_takes_8192_tokens_of_a_whole_prompt_at_a_time(tmp_path: Path) -> None:
+    rules = tmp_path / "r.yaml"
+    rules.write_text(
+        "version: 1\nplace: {'cuda:0': '@**'}\nrules: [{match: '@model.layers.*.self_attn', replace: KDeepseekV2Attention}]\n"
+    )
+    plan = ktopt.compile(rules, "deepseek-v3")
+    whole, eight = on_card(plan, 20_480).transient_bytes, on_card(plan, 20_480, 8192).transient_bytes
+    attention = transient_bytes(V3, 8192, 20_480, False, 2, "cuda")
+    passing = 20_480 * (4 * 7168 + 3 * 18_432) * 2 + 20_480 * 20_480  # the whole prompt through a layer, and its mask
+    assert whole == attention + passing
+    assert eight == attention + 8192 * ((4 * 7168 + 3 * 18_432) * 2 + 20_480)
+
+
 @pytest.mark.parametrize(("spelling", "kwarg", "section", "named", "option", "chunk"), [
     ("chunk_size", None, None, None, None, 8192),
     ("chunk_size", None, 200, None, None, 200),
