@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import random
 import stat
@@ -15,7 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from block_fixtures import BLOCKS, DIRECT, LAYERS, LAYOUT, ROWS, SMALL, assert_all_right, assert_right, data, fill, small_store
+from block_fixtures import (
+    BLOCKS,
+    DIRECT,
+    LAYERS,
+    LAYOUT,
+    ROWS,
+    SMALL,
+    assert_all_right,
+    assert_right,
+    bytes_at,
+    data,
+    fill,
+    small_store,
+)
 
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.files import BlockHeader, FileShape, ForeignFile, pack_header, parse_header
@@ -150,10 +164,17 @@ class TestTiers:
         fill(store, first=3)
         assert_all_right(store)
 
+    def test_a_fetch_of_more_than_memory_holds_is_refused_with_the_numbers(self, store):
+        fill(store)
+        with pytest.raises(KtoptError, match=r"32 parts of a layer .* memory holds 16 of all layers"):
+            store.fetch(0, torch.arange(BLOCKS).repeat(ROWS, 1))
+        assert_all_right(store)
+
     def test_few_files_are_open_at_a_time(self, tmp_path):
         store = small_store(tmp_path, open_files=3)
         fill(store)
         assert_all_right(store)
+        store.flush()
         assert len(store.disk.handles) <= 3
         mine = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
         assert sum(name.startswith(str(tmp_path)) and not name.endswith("lock") for name in mine) <= 3
@@ -201,6 +222,49 @@ class TestTiers:
         table = store.statistics.table()
         assert [row[0] for row in table] == ["tier", "device", "host", "disk"]
         assert all(isinstance(cell, str) for row in table + store.statistics.movements() for cell in row)
+
+
+class TestAnyOrder:
+    """Puts, fetches, prefetches and truncations in any order, beside a plain dict of what is in the cache."""
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_what_is_fetched_is_what_was_put_last(self, tmp_path, seed):
+        choose = random.Random(seed)
+        fetch_blocks = choose.choice([1, 2, 4])
+        store = small_store(
+            tmp_path,
+            DIRECT,
+            choose.choice([0, 1000]),
+            fetch_blocks=fetch_blocks,
+            open_files=1,
+            direct=bool(seed % 2),
+            durable=False,
+        )
+        versions, blocks, known = 0, 0, {}
+        for _ in range(120):
+            chance, layer = choose.random(), choose.randrange(LAYERS)
+            if chance < 0.35 and blocks < BLOCKS:
+                for each in range(LAYERS):
+                    versions += 1
+                    known[each, blocks] = versions
+                    store.put(each, blocks, data(each, versions))
+                blocks += 1
+            elif chance < 0.8 and blocks:
+                picks = [[choose.randrange(blocks) for _ in range(fetch_blocks)] for _ in range(ROWS)]
+                found = bytes_at(store.fetch(layer, torch.tensor(picks)))
+                for row, column in itertools.product(range(ROWS), range(fetch_blocks)):
+                    assert torch.equal(found[row, column], data(layer, known[layer, picks[row][column]])[row])
+            elif chance < 0.95 and blocks:
+                store.prefetch(layer, torch.tensor([[choose.randrange(blocks) for _ in range(5)]] * ROWS))
+            elif chance < 0.97:
+                store.flush()
+            else:
+                blocks = choose.randint(0, blocks)
+                store.truncate(blocks)
+            addresses = store.addresses[store.addresses != 0]
+            coming = sum(len(slots) for _, slots in store._traffic._coming)
+            assert len(addresses.unique()) == len(addresses) == store._pools.slots - store._pools.free - coming
+        store.close()
 
 
 class TestDirectReads:

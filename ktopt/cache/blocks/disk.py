@@ -117,12 +117,13 @@ class DiskTier:
             self._create(block)
         shape = self.shape
         checksums = [shape.checksum(block, layer, row, part) for row, part in enumerate(parts_R)]
-        write_all(self.handles.get(block, False).fd, parts_R, shape.offset(layer, 0))
+        handle = self.handles.get(block, False)
+        write_all(handle.fd, parts_R, shape.offset(layer, 0))
         self.checksums_LRM[layer, :, block] = checksums
         self.written_bytes += shape.rows * shape.layout.nbytes
         if self._layers_written_M[block] + 1 == shape.layers:
             header = BlockHeader(block, self.checksums_LRM[:, :, block])
-            write_all(self.handles.get(block, False).fd, [memoryview(pack_header(shape, header))], 0)
+            write_all(handle.fd, [memoryview(pack_header(shape, header))], 0)
             self._unsynced.append(block)
         self._layers_written_M[block] += 1
         if len(self._unsynced) >= FSYNC_FILES:
@@ -133,11 +134,11 @@ class DiskTier:
         any_finished = bool(self._unsynced)
         while self._unsynced:
             block = self._unsynced[-1]
-            fd = self.handles.get(block, False).fd
+            handle = self.handles.get(block, False)
             if self.durable:
-                os.fsync(fd)
+                os.fsync(handle.fd)
             if self._drop_pages or self.direct:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(handle.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             with self.handles.lock:  # nobody opens it between its two names
                 self._path(block, UNFINISHED).rename(self._path(block, FINISHED))
                 self._states_M[block] = FINISHED

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 
 class Handle:
-    """A file descriptor that is closed when nobody refers to it any more, so not under a thread that reads through it."""
+    """A file descriptor that is closed when nobody refers to its handle any more. Who uses it holds the handle meanwhile, not the
+    number alone: that may be another file's by then."""
 
     __slots__ = ("fd",)
 

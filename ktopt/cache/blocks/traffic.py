@@ -62,7 +62,13 @@ class DiskTraffic:
         self.make_room(self._rows, NONE)
 
     def bring(self, parts_S: NDArray[np.int64]) -> None:
-        """Have all these parts of a layer in memory. KtoptError where one can't be read."""
+        """Have all these parts of a layer in memory. KtoptError where one can't be read, or memory never holds so many."""
+        pools = self._residency.pools
+        if len(parts_S) > pools.slots and len(np.unique(parts_S)) > pools.slots:
+            raise KtoptError(
+                f"{len(parts_S):,} parts of a layer are asked for at a time, and memory holds {pools.slots:,} of all layers "
+                f"({megabytes(pools.slots * pools.part_bytes)}): raise cpu_memory_size_GB, or select fewer blocks"
+            )
         with self._waiting():
             while (self._residency.state_P[parts_S] & COMING).any():
                 self._coming[0][0].exception()
