@@ -1,5 +1,6 @@
 """Blocks of earlier sessions: a prompt that begins like an earlier one finds them, and never anything else."""
 
+import errno
 import os
 import random
 import signal
@@ -314,6 +315,29 @@ class TestQuota:
         assert prefixes(tmp_path).keep(store, tokens) == BLOCKS
         store.close()
         assert attached(tmp_path, tokens) == BLOCKS
+
+    def test_a_full_disk_is_an_error_and_leaves_the_folder_usable(self, tmp_path, monkeypatch):
+        tokens = prompt(1)
+        store = session(tmp_path, tokens, 6)
+        store.flush()
+        pwritev, calls = os.pwritev, []
+
+        def full(*args):
+            calls.append(1)
+            if len(calls) > 6:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwritev(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", full)
+            with pytest.raises(KtoptError, match="No space left"):
+                prefixes(tmp_path).keep(store, tokens, sink=b"s")
+        found = prefixes(tmp_path).match(tokens)
+        assert 1 < found < 7
+        assert attached(tmp_path, tokens) == found
+        assert prefixes(tmp_path).keep(store, tokens) == 7
+        assert attached(tmp_path, tokens) == 7
+        store.close()
 
     def test_a_quota_for_nothing(self, tmp_path):
         assert keep(tmp_path, prompt(1), quota_bytes=100) == 0

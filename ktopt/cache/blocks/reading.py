@@ -60,15 +60,20 @@ class Readers:
 
     def read(self, runs: list[Run]) -> None:
         """All of them, now. KtoptError where one can't be read; the others have been read or not."""
-        share = max(-(-len(runs) // (self._disk.readers + 1)), DIRECT_SHARE if self._disk.direct else CACHED_SHARE)
-        others = [self.start(runs[at : at + share]) for at in range(share, len(runs), share)]
+        mine, *rest = self.shares(runs, self._disk.readers + 1)
+        others = [self.start(some) for some in rest]
         try:
-            self._read(runs[:share])
+            self._read(mine)
         finally:
             errors = finished(others)
         for error in errors:
             if error is not None:
                 raise error
+
+    def shares(self, runs: list[Run], threads: int) -> list[list[Run]]:
+        """For so many threads, or for fewer where there isn't enough to read."""
+        each = max(-(-len(runs) // threads), DIRECT_SHARE if self._disk.direct else CACHED_SHARE)
+        return [runs[at : at + each] for at in range(0, len(runs), each)]
 
     def start(self, runs: list[Run]) -> Future[None]:
         """Begin to read them, one after the other."""

@@ -108,9 +108,11 @@ class BlockStore:
     def prefetch(self, layer: int, picks_RK: torch.Tensor) -> None:
         """Begin to bring in what is likely to be picked soon. What the last fetch has asked for stays in memory, and where there is
         no room beside it, this brings in less, or nothing."""
-        if self._traffic is not None:
-            parts_S = np.unique(picks_RK.numpy() + self._first_parts_LR1[layer])
-            self._traffic.begin_reads(layer, parts_S, self._kept)
+        if self._traffic is None:
+            return
+        parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
+        if np.count_nonzero(self._addresses_P[parts_RK]) < parts_RK.size:
+            self._traffic.begin_reads(layer, np.unique(parts_RK), self._kept)
 
     def truncate(self, blocks: int) -> None:
         """Forget the blocks from `blocks` on, in all layers."""

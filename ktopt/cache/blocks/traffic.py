@@ -92,9 +92,7 @@ class DiskTraffic:
         residency.state_P[wanted_S] |= COMING
         residency.warmth.expect(layer, wanted_S)
         runs = runs_of(wanted_S, slots_S, self._rows, self._max_blocks)
-        share = -(-len(runs) // self._disk.readers)
-        for at in range(0, len(runs), share):
-            some = runs[at : at + share]
+        for some in self._readers.shares(runs, self._disk.readers):
             slots = np.array([slot for run in some for slot in run.slots], dtype=np.int64)
             self._coming.append((self._readers.start(some), slots))
             self._counts.reads += len(some)
