@@ -11,6 +11,7 @@ from ktopt.arguments import OPTIONS, known_options, model_given, rules_given, we
 from ktopt.compiler import compile
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.plan import Plan
+from ktopt.plan_options import LONG_CONTEXT, check_mode
 from ktopt.source import SourceFile
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def load_model(
     weights: str | os.PathLike[str] | None = None,
     *,
     device: str | None = None,
+    mode: str = "normal",
+    config: Any = None,
     force: bool = False,
     progress: Callable[[ProgressEvent], None] | None = None,
     **options: Any,
@@ -122,6 +125,10 @@ def load_model(
     rules    a rule file, a plan or a plan.json; by default the folder's own plan, or no change at all
     weights  as `apply` takes them
     device   where modules go that no rule places; without rules, all of them
+    mode     "long_context" has attention keep its cache in blocks: that which rules leave as it is, and without rules all of it,
+             the rest by the operators that ktopt has for it. The model's `ktopt_session` is then a LongContextSession, on which
+             `chunk_prefill` and `decode_wrapper` work (ktopt.util.utils)
+    config   a config.yaml, or a Config, for that mode; by default one that lies where configs are looked for
 
     The tokenizer is the one beside the weights or the model, or the GGUF file's own; its end token is one of those that the model's
     `generate` stops at. KtoptError where there is none.
@@ -134,6 +141,14 @@ def load_model(
     model = model_given(model)
     known_options(options, [name for name in OPTIONS if name != "weights"])
     folder = Path(model) if isinstance(model, str | os.PathLike) else None
+    check_mode(mode)
+    if config is not None:
+        options["config"] = config
+    if mode == LONG_CONTEXT:
+        if rules is None and folder is not None and is_optimized(folder):
+            raise UsageError(f"{folder} has a plan of its own: give its rules, and mode='long_context', beside its weights")
+        rules, options = _for_long_contexts(rules, model, weights, device, options, force), {}
+        device = None
     if rules is None and folder is not None and is_optimized(folder):
         _check_progress(progress)
         loaded = _load_folder(folder, {**options, **({"device": device} if device else {})}, force, progress)
@@ -150,7 +165,28 @@ def load_model(
         )
     if getattr(loaded, "generation_config", None) is not None:
         loaded.generation_config.eos_token_id = stop_tokens(loaded.generation_config.eos_token_id, tokenizer)
+    if mode == LONG_CONTEXT:
+        from ktopt.long_context.current import set_current
+        from ktopt.long_context.session import LongContextSession
+
+        loaded.ktopt_session = LongContextSession(loaded, tokenizer)
+        set_current(loaded.ktopt_session)
     return loaded, tokenizer
+
+
+def _for_long_contexts(rules: Any, model: Any, weights: Any, device: Any, options: dict[str, Any], force: bool) -> Plan:
+    """The plan of mode long_context."""
+    from ktopt.long_context.loading import long_context_plan
+
+    settled = {name: value for name, value in options.items() if name != "config"}
+    if isinstance(rules, str | os.PathLike) and os.fspath(rules).endswith(".json"):
+        from ktopt.plan_check import open_plan
+
+        rules = open_plan(rules, force)
+    if isinstance(rules, Plan) and (settled or device):
+        names = ", ".join(sorted({*settled, *(["device"] if device else [])}))
+        raise UsageError(f"a plan settles {names} already; give them to compile instead")
+    return long_context_plan(rules, model, weights, options.get("config"), device=device, **settled)
 
 
 def _load_folder(folder: Path, options: dict[str, Any], force: bool, progress: Callable[[ProgressEvent], None] | None) -> Any:

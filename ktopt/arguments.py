@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ktopt.config import Config
     from ktopt.placement import Hardware
 
-OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config")
+OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config", "mode")
 """Keyword arguments of check and compile."""
 
 
@@ -77,14 +77,15 @@ def model_given(model: Any) -> Any:
 
 
 def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """device, dtype, hardware, remap, chunk_size and config as PlanOptions takes them; what isn't given is left out."""
-    read = {
+    """device, dtype, hardware, remap, chunk_size, config and mode as PlanOptions takes them; what isn't given is left out."""
+    read: dict[str, Any] = {
         "device": _device,
         "dtype": _dtype,
         "hardware": _hardware,
         "remap": remap_given,
         "chunk_size": _count,
         "config": config_given,
+        "mode": str,
     }
     return {name: read[name](value) for name, value in options.items() if value is not None}
 

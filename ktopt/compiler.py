@@ -68,6 +68,7 @@ def run_stages(
     remap: Mapping[str, str] | str | None = None,
     chunk_size: int | None = None,
     config: Any = None,
+    mode: str | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -78,7 +79,10 @@ def run_stages(
     read, UsageError for arguments that can't be meant (arguments.py says what each may be).
     """
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
-    asked = {"device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config}
+    asked = {
+        "device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config,
+        "mode": mode,
+    }  # fmt: skip
     given = options_given(asked)
     options = None
     if given:
@@ -105,9 +109,10 @@ def _on_model(
     wants_plan: bool,
 ) -> Compilation:
     """The stages that need a model's tree. They are imported here, so that a check without a model imports none of them."""
+    from ktopt.block_rules import attend_by_blocks
     from ktopt.graph import ModuleGraph
     from ktopt.match import match
-    from ktopt.plan_options import PlanOptions
+    from ktopt.plan_options import LONG_CONTEXT, PlanOptions
     from ktopt.planning import make_plan
     from ktopt.selection import check_selection
     from ktopt.trees import load_tree
@@ -128,6 +133,8 @@ def _on_model(
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = make_plan(ruleset, graph, matches, options, report, stored)
+    if options.mode == LONG_CONTEXT:
+        plan = attend_by_blocks(plan, graph)
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))
     return Compilation(document, ruleset, graph, matches, plan, report)
 
@@ -148,7 +155,7 @@ def _stored(
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
     """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size,
-    config, as run_stages'."""
+    config, mode, as run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ktopt.diagnostics import KtoptError
-from ktopt.operator import OperatorConfig, describe_type, field_types, is_a, nearest, option
+from ktopt.operator import OperatorConfig, describe_type, field_types, is_a, nearest, option, option_names
 
 AnchorType = Literal["DYNAMIC", "FIXED", "BLOCK_MEAN", "BLOCK_MAX", "QUEST", "KEY_INT4"]
 KvType = Literal["FP16", "BF16", "FP32", "Q8_0", "Q4_0"]
@@ -25,7 +25,16 @@ GROUP = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(OperatorConfig):
+class Section(OperatorConfig):
+    """A section, whose values are its items too, by every spelling of a key."""
+
+    def __getitem__(self, key: str) -> Any:
+        cls: Any = type(self)
+        return getattr(self, option_names(cls)[key])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Section):
     """`model`: which model, and where."""
 
     name_or_path: str = option(help="the model: a shipped name, a model folder, a config.json or a GGUF file")
@@ -33,7 +42,7 @@ class ModelSettings(OperatorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongContextSettings(OperatorConfig):
+class LongContextSettings(Section):
     """`long_context`: the cache's blocks, and which of them are attended to. Lengths are in tokens."""
 
     max_seq_len: int = option(32000, help="tokens that the cache can hold; rounded up to whole blocks", minimum=1)
@@ -60,11 +69,12 @@ class LongContextSettings(OperatorConfig):
     layer_step: int = option(1, help="layers that share one choice", minimum=1)
     token_step: int | None = option(1, help="tokens that share one choice; null is 1", minimum=1)
     chunk_size: int = option(4096, help="tokens of a prompt that are computed at a time", minimum=1)
+    max_new_tokens: int = option(1024, help="tokens of an answer, for which a session has room beside max_seq_len", minimum=0)
     prefill: Literal["exact", "sparse"] = option("exact", help="whether a prompt attends to everything or to chosen blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSettings(OperatorConfig):
+class CacheSettings(Section):
     """`kvc2`: where blocks of the cache may lie. Sizes are in decimal gigabytes."""
 
     gpu_only: bool = option(False, help="keep every block in the device's memory")

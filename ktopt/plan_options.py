@@ -10,6 +10,16 @@ from ktopt.diagnostics import UsageError
 from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
 from ktopt.ruleset import RuleSet
 
+LONG_CONTEXT = "long_context"
+MODES = ("normal", LONG_CONTEXT)
+"""How a model is to run: as the rules have it, or with attention that keeps its cache in blocks."""
+
+
+def check_mode(mode: str) -> None:
+    """UsageError for what is no mode."""
+    if mode not in MODES:
+        raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -20,6 +30,7 @@ class PlanOptions:
     hardware the machine planned for; None when unknown
     chunk_size  tokens of a prompt that attention takes at a time, instead of what rules say; None leaves it to them
     config   a long-context config, whose sections join the rule file's
+    mode     one of MODES
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
@@ -28,11 +39,13 @@ class PlanOptions:
     hardware: Hardware | None = None
     chunk_size: int | None = None
     config: Config | None = None
+    mode: str = "normal"
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 1:
             raise UsageError(f"chunk_size: a number of tokens from 1 on, not {self.chunk_size}")
+        check_mode(self.mode)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         for text in (self.device, *self.remap, *self.remap.values()):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktopt.cache.blocks.memory import GB, cache_bytes, layer_shapes, tiers
-from ktopt.config import LongContextSettings, settled
+from ktopt.config import CacheSettings, LongContextSettings, settled
 from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES
-from ktopt.operator import build_config
+from ktopt.operator import build_config, field_types
 from ktopt.placement import Working, device_kind
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
@@ -50,7 +50,8 @@ def prompt_piece(plan: Plan) -> int | None:
     otherwise = plan.long_context.get("chunk_size")
     if otherwise is None and any(keeps_blocks(step) for step in plan.steps if step.role == "attention"):
         otherwise = LongContextSettings().chunk_size
-    sizes = [step.kwargs.get("chunk_size") for step in plan.steps if step.role == "layer" or _spec_working(step) is not None]
+    asks = (step for step in plan.steps if step.role == "layer" or keeps_blocks(step) or _spec_working(step) is not None)
+    sizes = [step.kwargs.get("chunk_size") for step in asks]
     return min((size for size in sizes if isinstance(size, int)), default=otherwise)
 
 
@@ -104,7 +105,7 @@ def block_bytes(
 ) -> dict[str, int]:
     """What a cache of blocks takes in each memory, for the attention on each device. `room` is what devices have for it. Each
     device keeps a cache of its own layers, and main memory is shared out in their order."""
-    long, kvc2 = settled({"long_context": {**plan.long_context, "max_seq_len": context, "chunk_size": piece}, "kvc2": plan.kvc2})
+    long, kvc2 = block_settings(plan, max_seq_len=context, chunk_size=piece)
     shapes, found = layer_shapes(plan.model.config), dict[str, int]()
     for device, layers in steps.items():
         kept = [shape for step in layers if (shape := shapes[layer_number(step.path)]) is not None]
@@ -114,6 +115,18 @@ def block_bytes(
             if count:
                 found[name] = found.get(name, 0) + count
     return found
+
+
+def block_settings(plan: Plan, **changes: Any) -> tuple[LongContextSettings, CacheSettings]:
+    """What a plan's cache of blocks runs by: its attention's own kwargs, else the plan's sections, else defaults; `changes` go
+    before all. KtoptError for what can't be."""
+    kwargs = next((step.kwargs for step in plan.steps if keeps_blocks(step)), {})
+    sections = {
+        name: {**getattr(plan, name), **{key: kwargs[key] for key in field_types(cls) if kwargs.get(key) is not None}}
+        for name, cls in (("long_context", LongContextSettings), ("kvc2", CacheSettings))
+    }
+    sections["long_context"] |= changes
+    return settled(sections)
 
 
 def layer_number(path: str) -> int:

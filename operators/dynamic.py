@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
-from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
+from ktopt.config import CacheSettings, LongContextSettings, contradictions, settle
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, Problem, field_types, operator, option
 from ktopt.operators.names import upstream_names
-from ktopt.placement import Working
 
 ATTENTION = frozenset(
     {
@@ -24,9 +22,6 @@ ATTENTION = frozenset(
     }
 )  # fmt: skip
 """Simple names of transformers' classes whose attention is causal, over keys and values of their own, through the interface."""
-HALF_BYTES, FLOAT_BYTES = 2, 4
-WINDOW_SLACK_TOKENS = 256
-PART_INDEX_BYTES = 25
 
 
 def needs_interface(module: Module, config: OperatorConfig) -> str | None:
@@ -74,11 +69,6 @@ DynamicAttentionConfig: Any = dataclasses.make_dataclass(
 )
 
 
-def long_context_of(config: OperatorConfig) -> LongContextSettings:
-    """What an operator's kwargs say alone, settled."""
-    return settle(LongContextSettings(**_given(config, LongContextSettings)))
-
-
 def _given(config: OperatorConfig, section: type[OperatorConfig]) -> dict[str, Any]:
     values = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(section)}
     return {name: value for name, value in values.items() if value is not None}
@@ -92,29 +82,6 @@ def settings_of(
         dataclasses.replace(long or LongContextSettings(), **_given(config, LongContextSettings)),
         dataclasses.replace(memory or CacheSettings(), **_given(config, CacheSettings)),
     )
-
-
-def dynamic_working(
-    model_config: Mapping[str, Any], config: OperatorConfig, item: int, context: int, piece: int, kind: str
-) -> Working:
-    """The bytes of a layer's sink, window, blocks and anchors for a context, whatever tier they lie in, and of a chunk in work."""
-    text = model_config.get("text_config") or model_config
-    heads = int(text.get("num_attention_heads") or 1)
-    rows = int(text.get("num_key_value_heads") or heads)
-    dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
-    long = long_context_of(config)
-    held_as = {"FP32": "F32", "BF16": "BF16", "FP16": "F16", None: "Q8_0" if dim % 32 == 0 else "F16"}
-    layout = BlockLayout(long.block_size, dim, dim, held_as.get(long.kv_type, str(long.kv_type)))
-    number = FLOAT_BYTES if long.kv_type == "FP32" else HALF_BYTES
-    sinks = sink_blocks(long.block_size)
-    window = long.local_windows_len + long.block_size
-    blocks = max(0, -(-min(context, long.max_seq_len) // long.block_size) - sinks - window // long.block_size)
-    ends = (sinks * long.block_size + window + WINDOW_SLACK_TOKENS) * 2 * dim * number
-    anchors = capacity_blocks(long) * anchor_bytes(long.anchor_type, long.anchor_num or 1, long.block_size, dim)
-    cache = rows * (ends + blocks * layout.nbytes + anchors)
-    tile = rows * min(8192, context) * 2 * dim * number
-    asked = piece * heads * dim * FLOAT_BYTES * 3
-    return Working(cache, tile + asked + rows * (window + piece) * 2 * dim * number)
 
 
 IMPLEMENTATION = "ktopt.operators.modules.dynamic_attention:KDynamicAttention"
@@ -141,6 +108,6 @@ for _name, _aliases, _upstream, _families in (
         upstream=_upstream,
         forward_changed=bool(_aliases),
         refuses=needs_interface,
-        working=dynamic_working,
+        blocks=True,
         families=_families,
     )(DynamicAttentionConfig)

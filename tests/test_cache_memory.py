@@ -14,8 +14,6 @@ from ktopt.cache.blocks.memory import CacheBytes, LayerShape, cache_bytes, layer
 from ktopt.cli import main
 from ktopt.config import CacheSettings, LongContextSettings, settle
 from ktopt.diagnostics import KtoptError
-from ktopt.operator import REGISTERED, OperatorSpec
-from ktopt.operators.attention import AttentionConfig
 from ktopt.plan import Plan
 from ktopt.source import SourceFile
 from ktopt.trees import load_tree
@@ -128,14 +126,12 @@ place:
   cpu: "@model.layers.*.mlp"
   "cuda:0": "@**"
 rules:
-  - {match: "@model.layers.*.self_attn", replace: AttentionInBlocks, kwargs: {generate_device: "cuda:0"}}
+  - {match: "@model.layers.*.self_attn", replace: KDynamicAttention, kwargs: {generate_device: "cuda:0"}}
 """
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    spec = OperatorSpec("AttentionInBlocks", AttentionConfig, "for tests", roles=("attention",), blocks=True)
-    monkeypatch.setitem(REGISTERED, spec.name, spec)
+def plan() -> Plan:
     return ktopt.compile(SourceFile("rules.yaml", BLOCKS.replace("KV", "FP16")), "llama-3.1-8b")
 
 
@@ -170,3 +166,11 @@ def test_the_command_shows_the_disk_too(plan: Plan, tmp_path: Path, capsys: pyte
     rules.write_text(BLOCKS.replace("KV", "Q8_0"))
     assert main(["plan", str(rules), "--model", "llama-3.1-8b", "--context", str(CONTEXT)]) == 0
     assert "\ndisk " not in capsys.readouterr().out
+
+
+def test_heads_that_q8_0_can_not_hold_are_kept_in_float16_unless_it_is_asked_for() -> None:
+    narrow = LayerShape(2, 80, 80)
+    assert memory.block_layout(narrow, long()).kind == "F16"
+    assert memory.block_layout(LayerShape(2, 96, 96), long()).kind == "Q8_0"
+    with pytest.raises(KtoptError, match="Q8_0 keeps 32 numbers together"):
+        memory.block_layout(narrow, long(kv_type="Q8_0"))

@@ -49,7 +49,7 @@ def test_the_config_of_the_long_context_case_is_read_and_its_length_rounded_up()
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert config.model.to_kwargs() == written["model"]
     assert config.long_context.to_kwargs() == {
-        **written["long_context"], "max_seq_len": 1086 * 128, "anchor_num": 1, "prefill": "exact"
+        **written["long_context"], "max_seq_len": 1086 * 128, "anchor_num": 1, "prefill": "exact", "max_new_tokens": 1024
     }  # fmt: skip
     assert config.kvc2.to_kwargs().items() >= written["kvc2"].items()
     report = Report()

@@ -47,6 +47,10 @@ rules:
     replace: KTransformersLinear
     kwargs: {generate_op: KLinearTorch}
 """
+LONG = """\
+model: {name_or_path: tiny}
+long_context: {max_seq_len: 256, block_size: 32, local_windows_len: 64, second_select_num: 2, preselect_block: false}
+"""
 
 
 def text_of(page: Path) -> str:
@@ -110,12 +114,13 @@ def test_the_page_s_parentheses_are_those_of_the_grammar() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Python blocks find where they run: rules.yaml, a tiny model in three forms."""
+    """What the Python blocks find where they run: rules.yaml, long.yaml, a tiny model in three forms."""
     from apply_fixtures import make_model, make_tokenizer
     from gguf_fixtures import make_folder, make_gguf
 
     made = tmp_path_factory.mktemp("docs")
     (made / "rules.yaml").write_text(RULES)
+    (made / "long.yaml").write_text(LONG)
     model = make_model("llama")
     make_tokenizer().save_pretrained(make_folder(made / "tiny", model))
     make_gguf(made / "tiny.gguf", model)

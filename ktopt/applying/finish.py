@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktopt.config import Config, ModelSettings, settled
 from ktopt.diagnostics import KtoptError
 from ktopt.plan import Plan
 
@@ -19,8 +20,20 @@ def finish(root: Any, plan: Plan) -> Any:
     if getattr(root, "config", None) is not None:
         root.config.dtype = getattr(torch, plan.dtype)
     root.ktopt_plan = plan
+    _set_long_context(root, plan)
     _set_device_map(root)
     return root
+
+
+def _set_long_context(root: Any, plan: Plan) -> None:
+    """Have attention that keeps its cache in blocks do so as the plan's sections say: `ktopt_long_context`, a Config."""
+    if not (plan.long_context or plan.kvc2):
+        return
+    long, kvc2 = settled({"long_context": plan.long_context, "kvc2": plan.kvc2})
+    root.ktopt_long_context = Config(ModelSettings(name_or_path=plan.model.source), long, kvc2)
+    for module in root.modules():
+        if hasattr(module, "use_long_context"):
+            module.use_long_context(long, kvc2)
 
 
 def _set_device_map(root: Any) -> None:

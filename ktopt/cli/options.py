@@ -13,6 +13,7 @@ from ktopt.arguments import remap_given
 from ktopt.diagnostics import UsageError
 from ktopt.parse import read_source
 from ktopt.placement import DTYPES
+from ktopt.plan_options import MODES
 from ktopt.source import SourceFile
 
 MAY_BE_EMPTY = ("prompt", "system", "schema")
@@ -96,10 +97,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_config(parser: argparse.ArgumentParser, else_used: str = "") -> None:
-    """--config, the long-context config."""
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """--mode, and --config, the long-context config."""
     parser.add_argument(
-        "--config", metavar="FILE", help="a long-context config.yaml, whose sections go before those of the rule file" + else_used
+        "--mode",
+        choices=MODES,
+        default=MODES[0],
+        help="long_context: attention keeps its cache in blocks, where rules leave it alone",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="a long-context config.yaml, whose sections go before those of the rule file"
     )
 
 
@@ -178,6 +185,7 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
         "remap": remap_argument(args.remap),
         "chunk_size": args.chunk_size,
         "config": getattr(args, "config", None),
+        "mode": getattr(args, "mode", None),
     }
 
 

@@ -7,8 +7,8 @@ import sys
 
 from ktopt.cli.findings import at_least, count, print_report
 from ktopt.cli.options import (
-    add_config,
     add_force,
+    add_mode,
     add_model,
     add_target,
     model_argument,
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_target(parser)
     add_force(parser)
-    add_config(parser)
+    add_mode(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON, for ktopt apply and ktopt diff")
     parser.add_argument("--lock", action="store_true", help="write RULES.lock.json, which ktopt check --locked compares with")

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ktopt.cli.apply import plan_to_apply
-from ktopt.cli.options import add_model, add_target, add_threads, weights_argument
+from ktopt.cli.options import add_mode, add_model, add_target, add_threads, weights_argument
 from ktopt.cli.plan_table import plan_table
 from ktopt.cli.terminal import Progress, columns, size, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.folder import PLAN_FILE
 from ktopt.plan import Plan
 from ktopt.plan_check import open_plan
+from ktopt.plan_options import LONG_CONTEXT
 from ktopt.runtime.memory import return_large_blocks
 from ktopt.runtime.threads import calm_openmp, parse_threads
 from ktopt.weights.tokenizer import stop_tokens
@@ -29,10 +30,17 @@ LEAST_TEMPERATURE = 0.001
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rules", metavar="RULES", help="a rule file, a plan.json, or a folder of ktopt apply")
+    parser.add_argument(
+        "rules",
+        metavar="RULES",
+        nargs="?",
+        help="a rule file, a plan.json, or a folder of ktopt apply; --mode long_context needs none",
+    )
     add_model(parser)
     add_target(parser)
     add_threads(parser)
+    add_mode(parser)
+    parser.add_argument("--context", metavar="N", type=int, help="in that mode, the longest prompt, in tokens (max_seq_len)")
     parser.add_argument("--prompt", "-p", metavar="TEXT", required=True, help="what to ask; - reads it from standard input")
     parser.add_argument("--system", metavar="TEXT", help="a system message before it")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
@@ -51,15 +59,24 @@ def run(args: argparse.Namespace) -> int:
     threads = parse_threads(args.threads, args.affinity)
     threads.stay_on_cores()
     options = sampling(args)
+    text = _from_stdin() if args.prompt == "-" else args.prompt
+    if args.mode == LONG_CONTEXT:
+        from ktopt.cli.long_run import run_long
+
+        threads.set()
+        return run_long(args, text, options)
+    if args.rules is None:
+        raise UsageError(f"which rules? Give a rule file, a plan.json or a folder of ktopt apply, or --mode {LONG_CONTEXT}")
+    if args.context is not None:
+        raise UsageError(f"--context goes with --mode {LONG_CONTEXT}; other caches grow as they must")
     folder = Path(args.rules).is_dir()
     if folder:
         _refuse_beside_a_folder(args)
-    text = _from_stdin() if args.prompt == "-" else args.prompt
     weights = None if folder else weights_argument(args)
     plan = open_plan(Path(args.rules) / PLAN_FILE, args.force) if folder else plan_to_apply(args)
     if args.show_plan:
         print(plan_table(plan, columns(sys.stdout), style_of(sys.stdout)), flush=True)
-    _quiet_transformers()
+    quiet_transformers()
     from ktopt.runtime.generation import generate_stream
     from ktopt.runtime.memory import resident_bytes
 
@@ -147,7 +164,7 @@ def summary(stats: Any, loaded_s: float) -> str:
     )
 
 
-def _quiet_transformers() -> None:
+def quiet_transformers() -> None:
     """Keep transformers' hints about generation flags and progress bars off the terminal."""
     import os
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from ktopt.render.style import Style
 
@@ -42,21 +42,37 @@ class Progress:
         self.label, self.start, self.last, self.live = label, time.monotonic(), 0.0, sys.stderr.isatty()
 
     def __call__(self, event: Any) -> None:
+        self.show(event.done_bytes, event.total_bytes)
+
+    def show(self, done: int, total: int) -> None:
         now = time.monotonic()
-        done, total = event.done_bytes, event.total_bytes
         if not self.live or (now - self.last < 0.1 and done < total):
             return
         self.last = now
         share = done / total if total else 1.0
         bar = ("█" * round(24 * share)).ljust(24, "░")
-        rate = size(done / max(now - self.start, 1e-3)) + "/s"
-        sys.stderr.write(f"\r{self.label} {bar} {share:>4.0%}  {size(done)} of {size(total)}  {rate}\x1b[K")
+        done_of_total = self.numbers(done, total, done / max(now - self.start, 1e-3))
+        sys.stderr.write(f"\r{self.label} {bar} {share:>4.0%}  {done_of_total}\x1b[K")
         sys.stderr.flush()
 
-    def __enter__(self) -> Progress:
+    def numbers(self, done: int, total: int, rate: float) -> str:
+        """How far it is, in words; `rate` is a second's."""
+        return f"{size(done)} of {size(total)}  {size(rate)}/s"
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.live and self.last:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+class TokenProgress(Progress):
+    """The same while a prompt is read: it is called with the tokens read and all of them, and shows what is left to wait for."""
+
+    def __call__(self, done: int, total: int) -> None:  # type: ignore[override]
+        self.show(done, total)
+
+    def numbers(self, done: int, total: int, rate: float) -> str:
+        return f"{done:,} of {total:,} tokens  {rate:,.0f} tokens/s  {max(0, total - done) / max(rate, 1e-3):.0f} s left"

@@ -36,12 +36,15 @@ class Decoder:
         return DynamicCache(config=self.model.config)
 
     @torch.inference_mode()
+    def logits(self, ids_1T: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Read tokens (1, T) after those in the cache, which grows by them; the logits (1, 1, V) of the last position, which alone
+        are computed."""
+        logits_11V: torch.Tensor = self.model(input_ids=ids_1T, **{self._cache_name: cache}, **self._options).logits[:, -1:]
+        return logits_11V
+
     def step(self, ids_1T: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Read tokens (1, T) after those in the cache, which grows by them; the likeliest next token, (1, 1), on the model's first
-        device. Logits are computed for the last position only."""
-        logits_1TV = self.model(input_ids=ids_1T, **{self._cache_name: cache}, **self._options).logits
-        likeliest: torch.Tensor = logits_1TV[:, -1:].argmax(-1)
-        return likeliest.to(self.device)
+        """The same; the likeliest next token, (1, 1), on the model's first device."""
+        return self.logits(ids_1T, cache).argmax(-1).to(self.device)
 
     def read(self, ids_1T: torch.Tensor, cache: Any) -> torch.Tensor:
         """Read a prompt (1, T) in pieces, as the plan has them; the likeliest next token, (1, 1)."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
-from ktopt.config import QUANTISED, CacheSettings, LongContextSettings, capacity_blocks, sink_blocks
+from ktopt.config import GROUP, QUANTISED, CacheSettings, LongContextSettings, capacity_blocks, sink_blocks
 from ktopt.diagnostics import KtoptError
 
 SLACK_TOKENS = 256
@@ -130,8 +130,11 @@ def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context
 
 
 def block_layout(shape: LayerShape, long: LongContextSettings) -> BlockLayout:
-    """Of a layer's blocks in the middle. KtoptError for a kv_type that can't hold its keys."""
-    return BlockLayout(long.block_size, shape.key_dim, shape.value_dim, KIND_OF[long.kv_type or "Q8_0"], shape.shared)
+    """Of a layer's blocks in the middle: without a kv_type Q8_0, or float16 for heads that it can't hold. KtoptError for a kv_type
+    that can't hold them."""
+    whole = not (shape.key_dim % GROUP or shape.value_dim % GROUP)
+    kind = KIND_OF[long.kv_type or ("Q8_0" if whole else "FP16")]
+    return BlockLayout(long.block_size, shape.key_dim, shape.value_dim, kind, shape.shared)
 
 
 def tile_blocks(long: LongContextSettings) -> int:
@@ -175,8 +178,9 @@ def tiers(cache: CacheBytes, kvc2: CacheSettings, *, kind: str, device_bytes: in
     left = cache.blocks - first - second
     if left and kvc2.disk_path is None:
         raise KtoptError(
-            f"{left / GB:.2f} GB of the cache don't fit into the {least / GB:.2f} GB of the device and the {host_budget / GB:.2f} GB "
-            "of main memory that it may take: raise `cpu_memory_size_GB`, write `disk_path`, or a smaller `kv_type` or `max_seq_len`"
+            f"{left / GB:.2f} GB of the cache don't fit into the {least / GB:.2f} GB of the device and the {host_budget / GB:.2f} "
+            "GB of main memory that it may take: raise `cpu_memory_size_GB`, write `disk_path`, or a smaller `kv_type` or "
+            "`max_seq_len`"
         )
     return TierBytes(there + first, host + second, left)
 

@@ -1,0 +1,50 @@
+"""Whether a cache of blocks has room, reckoned before any work: in memory, and on disk in the worst case."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ktopt.cache.blocks.memory import GB, CacheBytes, cache_bytes, layer_shapes, tiers
+from ktopt.config import CacheSettings, LongContextSettings, settle
+from ktopt.diagnostics import KtoptError
+from ktopt.placement import device_kind
+from ktopt.plan import Plan
+from ktopt.working_memory import keeps_blocks, layer_number
+
+
+def with_answer(long: LongContextSettings) -> LongContextSettings:
+    """The settings of a cache that holds an answer beside the longest prompt, in whole blocks."""
+    return settle(replace(long, max_seq_len=long.max_seq_len + long.max_new_tokens))
+
+
+def full_cache(plan: Plan, long: LongContextSettings) -> CacheBytes:
+    """What a plan's cache of blocks takes when it is full."""
+    shapes = layer_shapes(plan.model.config)
+    kept = [shapes[layer_number(step.path)] for step in plan.steps if keeps_blocks(step)]
+    return cache_bytes([shape for shape in kept if shape is not None], long, long.max_seq_len)
+
+
+def check_room(plan: Plan, long: LongContextSettings, kvc2: CacheSettings) -> None:
+    """KtoptError, with the numbers and what to change, where a full cache fits neither memory nor disk."""
+    devices = [step.generate_device for step in plan.steps if keeps_blocks(step)]
+    if any(device_kind(device) != "cpu" for device in devices):
+        return
+    where = tiers(full_cache(plan, long), kvc2, kind="cpu")
+    if where.disk:
+        _check_disk(where.disk, kvc2, long)
+
+
+def _check_disk(worst: int, kvc2: CacheSettings, long: LongContextSettings) -> None:
+    folder = Path(str(kvc2.disk_path)).expanduser()
+    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    allowed = free if kvc2.disk_size_GB is None else min(free, int(kvc2.disk_size_GB * GB))
+    if worst > allowed:
+        limit = "are free there" if allowed == free else "it may take (`disk_size_GB`)"
+        raise KtoptError(
+            f"`disk_path: {kvc2.disk_path}`: a cache of {long.max_seq_len} tokens may put {worst / GB:.2f} GB there, and "
+            f"{allowed / GB:.2f} GB {limit}: raise `cpu_memory_size_GB`, choose another folder, or a smaller `kv_type` or "
+            "`max_seq_len`"
+        )

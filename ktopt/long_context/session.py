@@ -1,0 +1,249 @@
+"""A session: one context of a model that attends to blocks. It reads a prompt in chunks, decodes, and knows what is in its cache.
+
+Legend: N tokens of a prompt, V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ktopt.config import CacheSettings, LongContextSettings
+from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.long_context.room import check_room, with_answer
+from ktopt.long_context.statistics import SessionStatistics
+from ktopt.runtime.decoding import Decoder
+from ktopt.working_memory import prompt_piece
+
+CACHE = "ktopt_blocks"
+"""Where transformers' Cache holds what its layers of blocks have in common."""
+Progress = Callable[[int, int], None]
+"""Called with the tokens of a prompt that have been read, and all of them."""
+
+
+class LongContextSession:
+    """A context of one sequence.
+
+    model       a model whose plan has attention that keeps its cache in blocks, as `load_model(mode="long_context")` makes it
+    tokenizer   its tokenizer, or None
+    progress    called while a prompt is read
+
+    `tokens` are those in the cache. KtoptError where the settings can't be, or where a full cache finds no room.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, progress: Progress | None = None) -> None:
+        self.model, self.tokenizer, self.progress = model, tokenizer, progress
+        self.attention = [module for module in model.modules() if hasattr(module, "use_long_context")]
+        if not self.attention:
+            raise KtoptError("this model's attention keeps no cache in blocks: load it with mode='long_context'")
+        long, self.kvc2 = _settings(self.attention[0])
+        self.settings = long
+        self.piece = prompt_piece(model.ktopt_plan) or long.chunk_size
+        self.capacity = self._make_room(model, replace(long, chunk_size=self.piece))
+        self._decoder = Decoder(model)
+        self._take_cache()
+
+    def _make_room(self, model: Any, long: LongContextSettings) -> int:
+        """Have caches hold an answer beside the longest prompt; answers the tokens that they hold."""
+        whole = with_answer(long)
+        check_room(model.ktopt_plan, whole, self.kvc2)
+        for module in self.attention:
+            module.use_long_context(whole, self.kvc2)
+        held, _ = _settings(self.attention[0])
+        return int(held.max_seq_len)
+
+    def _take_cache(self) -> None:
+        self.cache: Any = self._decoder.new_cache()
+        self.tokens = torch.empty(1, 0, dtype=torch.long)
+        self.statistics = SessionStatistics()
+        self._logits_1V: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return int(self.tokens.shape[1])
+
+    def reset(self) -> None:
+        """Forget the context, and begin another."""
+        self._close_cache()
+        self._take_cache()
+
+    def close(self) -> None:
+        """Give back the cache's memory and files. Nothing more can be read."""
+        self._close_cache()
+        self.cache = None
+
+    def __enter__(self) -> LongContextSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_cache(self) -> None:
+        if (blocks := self._blocks()) is not None:
+            blocks.close()
+
+    def _blocks(self) -> Any:
+        """What the cache's layers of blocks have in common; None before the first token."""
+        return None if self.cache is None else self.cache.__dict__.get(CACHE)
+
+    def chunk_prefill(self, inputs: torch.Tensor, cache_position: torch.Tensor | None = None, past_key_values: Any = None) -> Any:
+        """Read tokens (N) or (1, N) a chunk at a time; the logits (1, V) of what follows the last.
+
+        cache_position   where they stand, one after the other: from 0 a new context, from `length` more of this one, from between
+                         in the place of what was there. By default a new context
+        past_key_values  None, or this session's own cache
+
+        UsageError for tokens and positions that can't be, KtoptError where there are more than the cache holds, before any work.
+        """
+        ids_1N = self._ids(inputs, past_key_values)
+        first = 0 if cache_position is None else _first_of(cache_position, ids_1N.shape[1])
+        if first > self.length:
+            raise UsageError(f"cache_position begins at {first}, and the context has {self.length} tokens")
+        self._check_room(first + ids_1N.shape[1], longest=self.settings.max_seq_len)
+        if first == 0 and self.length:
+            self.reset()
+        self._crop(first)
+        return self._read(ids_1N, prompt=True)
+
+    def decode_wrapper(
+        self,
+        next_token: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
+        cuda_graph_runner: Any = None,
+        past_key_values: Any = None,
+        inputs: torch.Tensor | None = None,
+        seq_length: int | None = None,
+    ) -> torch.Tensor:
+        """The likeliest token (1) after those so far.
+
+        next_token   a token (1) that is read first, after those in the cache; or None
+        inputs       where that is None: all tokens so far (1, N), of which those that the cache hasn't are read first
+        seq_length   how many `inputs` are
+
+        position_ids and cache_position may be where a given `next_token` stands; cuda_graph_runner is for KTransformers' sake, and
+        nothing is run by it. UsageError for tokens and positions that can't be.
+        """
+        given = next_token if next_token is not None else inputs
+        if given is None:
+            raise UsageError("decode_wrapper needs next_token, or all tokens so far as inputs")
+        ids_1N = self._ids(given, past_key_values)
+        if next_token is None:
+            return self.likeliest(self._rest_of(ids_1N, seq_length)).to(given.device)
+        for name, at in (("position_ids", position_ids), ("cache_position", cache_position)):
+            if at is not None and int(at.reshape(-1)[0]) != self.length:
+                raise UsageError(f"{name} is {int(at.reshape(-1)[0])}, and the next token stands at {self.length}")
+        return self.likeliest(ids_1N).to(given.device)
+
+    def likeliest(self, more_1N: torch.Tensor) -> torch.Tensor:
+        """The likeliest token (1) after these, which are read first; they may be none."""
+        logits_1V = self._read(more_1N) if more_1N.shape[1] else self._logits_1V
+        if logits_1V is None:
+            raise UsageError("there is nothing in the context yet: read a prompt first")
+        return logits_1V.argmax(-1)
+
+    def generate(
+        self, prompt: torch.Tensor, max_new_tokens: int, choose: Callable[[torch.Tensor, torch.Tensor], int] | None = None
+    ) -> Iterator[int]:
+        """Tokens after a prompt (1, N), one by one, without an end of their own. What the context has in common with the prompt
+        isn't read again. `choose` makes a token of the tokens so far (1, N) and their logits (1, V), by default the likeliest."""
+        ids_1N = self._ids(prompt, None)
+        self._check_room(ids_1N.shape[1], longest=self.settings.max_seq_len)
+        self._check_room(ids_1N.shape[1] + max_new_tokens - 1)
+        rest = self._rest_of(ids_1N, None)
+        logits = self._read(rest, prompt=True) if rest.shape[1] else self._logits_1V
+        assert logits is not None
+        for number in range(max_new_tokens):
+            token = int(logits.argmax(-1)) if choose is None else choose(self.tokens, logits)
+            yield token
+            if number + 1 < max_new_tokens:
+                logits = self._read(torch.tensor([[token]]))
+
+    def _rest_of(self, ids_1N: torch.Tensor, count: int | None) -> torch.Tensor:
+        """What of all tokens so far is still to be read; what the cache has that they haven't is forgotten."""
+        if count is not None and count != ids_1N.shape[1]:
+            raise UsageError(f"seq_length is {count}, and inputs are {ids_1N.shape[1]} tokens")
+        common = min(self.length, ids_1N.shape[1])
+        differ = (self.tokens[:, :common] != ids_1N[:, :common]).nonzero()
+        if len(differ):
+            common = int(differ[0, 1])
+        if common < self.length or (common == ids_1N.shape[1] and self._logits_1V is None):
+            common = max(0, min(common, ids_1N.shape[1] - 1))
+        self._crop(common)
+        return ids_1N[:, common:]
+
+    def _crop(self, tokens: int) -> None:
+        if tokens < self.length:
+            self.cache.crop(tokens - self.length)
+            self.tokens, self._logits_1V = self.tokens[:, :tokens], None
+
+    def _ids(self, inputs: torch.Tensor, past: Any) -> torch.Tensor:
+        """Tokens as (1, N) on the CPU."""
+        if self.cache is None:
+            raise UsageError("this session is closed")
+        if past is not None and past is not self.cache:
+            raise UsageError("past_key_values is None or this session's own cache: it keeps its blocks itself")
+        ids_1N = torch.as_tensor(inputs).reshape(1, -1) if torch.as_tensor(inputs).dim() < 2 else inputs
+        if ids_1N.shape[0] != 1 or ids_1N.dim() != 2 or ids_1N.is_floating_point() or not ids_1N.numel():
+            raise UsageError(f"a session reads tokens of one sequence, not {tuple(inputs.shape)} of {inputs.dtype}")
+        return ids_1N.detach().to("cpu", torch.long)
+
+    def _check_room(self, tokens: int, longest: int | None = None) -> None:
+        """KtoptError where a context of so many tokens is more than the cache holds, or than a prompt may have (`longest`)."""
+        if tokens > min(self.capacity, longest or self.capacity):
+            what = f"the prompt has {tokens} tokens" if longest else f"prompt and answer are {tokens} tokens"
+            held = f"`max_seq_len` is {self.settings.max_seq_len}, beside {self.settings.max_new_tokens} of an answer"
+            raise KtoptError(
+                f"{what}, and the cache holds {longest or self.capacity} ({held}): raise `max_seq_len`, or shorten the prompt"
+            )
+
+    def _read(self, ids_1N: torch.Tensor, prompt: bool = False) -> torch.Tensor:
+        """Read tokens (at least one) after those in the cache; the last one's logits (1, V). Where that fails the context is lost,
+        since some of its layers may have read tokens that others haven't."""
+        self._check_room(self.length + ids_1N.shape[1])
+        start, count = time.perf_counter(), ids_1N.shape[1]
+        try:
+            for first in range(0, count, self.piece):
+                self._logits_1V = self._step(ids_1N[:, first : first + self.piece])
+                if prompt and self.progress is not None:
+                    self.progress(min(first + self.piece, count), count)
+        except BaseException:
+            self.reset()
+            raise
+        self.statistics.count(count, time.perf_counter() - start, prompt)
+        assert self._logits_1V is not None
+        return self._logits_1V
+
+    def _step(self, ids_1N: torch.Tensor) -> torch.Tensor:
+        logits_1V = self._decoder.logits(ids_1N.to(self._decoder.device), self.cache)[:, 0]
+        self.tokens = torch.cat((self.tokens, ids_1N), dim=1)
+        return logits_1V
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The tiers of the cache as rows of text, the headings first: what each holds, may hold, and was found in. [] before the
+        first token."""
+        blocks = self._blocks()
+        counts = None if blocks is None else blocks.statistics
+        return [] if counts is None else counts.table()
+
+
+def _settings(attention: Any) -> tuple[LongContextSettings, CacheSettings]:
+    """What an attention runs by."""
+    long, kvc2 = attention.settings
+    return long, kvc2
+
+
+def _first_of(positions: torch.Tensor, count: int) -> int:
+    """Where tokens stand that follow one another. UsageError where they don't, or aren't so many."""
+    given = positions.reshape(-1)
+    if len(given) != count:
+        raise UsageError(f"cache_position has {len(given)} positions for {count} tokens")
+    first = int(given[0])
+    if not torch.equal(given.cpu(), torch.arange(first, first + count)):
+        raise UsageError(f"cache_position must be {first} to {first + count - 1}, one after the other")
+    return first

@@ -1,0 +1,1 @@
+"""Names as KTransformers has them."""
