@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ktopt
 from ktopt.cache.blocks import memory
 from ktopt.cache.blocks.memory import CacheBytes, LayerShape, cache_bytes, layer_shapes, middle_blocks, tiers
 from ktopt.cli import main
-from ktopt.config import CacheSettings, LongContextSettings, settle
+from ktopt.config import CacheSettings, Config, LongContextSettings, ModelSettings, settle
 from ktopt.diagnostics import KtoptError
 from ktopt.plan import Plan
 from ktopt.source import SourceFile
@@ -118,6 +119,15 @@ def test_the_reckoning_has_the_store_s_own_numbers() -> None:
     assert pools.SLOT_INDEX_BYTES == memory.SLOT_INDEX_BYTES
 
 
+AS_IT_IS = SourceFile("rules.yaml", "version: 1\nrules: []\n")
+SMALL_CONFIG = Config(
+    ModelSettings(name_or_path="smollm2"),
+    given={
+        "long_context": {"max_seq_len": 2048, "local_windows_len": 256, "chunk_size": 256, "preselect_block": False,
+                         "anchor_type": "KEY_INT4", "max_new_tokens": 0},
+        "kvc2": {"cpu_memory_size_GB": 1},
+    },
+)  # fmt: skip
 BLOCKS = """\
 version: 1
 long_context: {kv_type: KV, local_windows_len: 4096, dense_layer_num: 0}
@@ -174,3 +184,28 @@ def test_heads_that_q8_0_can_not_hold_are_kept_in_float16_unless_it_is_asked_for
     assert memory.block_layout(LayerShape(2, 96, 96), long()).kind == "Q8_0"
     with pytest.raises(KtoptError, match="Q8_0 keeps 32 numbers together"):
         memory.block_layout(narrow, long(kv_type="Q8_0"))
+
+
+def test_a_real_cache_of_smollm2_takes_what_is_reckoned(smollm2: Path) -> None:
+    """Its store's pools and index, its windows, sinks, anchors and memory of the moment, counted as they are; within 5 %."""
+    model, _ = ktopt.load_model(smollm2, AS_IT_IS, mode="long_context", config=SMALL_CONFIG)
+    with model.ktopt_session as session:
+        session.chunk_prefill(torch.arange(2000) % 5000)
+        plan = model.ktopt_plan
+        whole, kvc2 = session.attention[0].settings
+        assert kvc2.cpu_memory_size_GB == 1
+        reckoned = cache_bytes(shapes_of("smollm2-135m"), whole, session.length)
+        blocks = session.cache.ktopt_blocks
+        layers = blocks.layers.values()
+        held = blocks.statistics.device_bytes + blocks.statistics.host_bytes
+        windows = sum(tensor.nbytes for layer in layers for tensor in (*layer.window.own, *layer.sink))
+        anchors = sum(layer.anchors.nbytes for layer in layers if layer.anchors is not None)
+        moment = sum(tensor.nbytes for tensor in blocks._staging.values())
+    assert held == pytest.approx(reckoned.blocks, rel=0.05)
+    assert windows == pytest.approx(reckoned.windows, rel=0.05)
+    assert anchors == pytest.approx(reckoned.anchors, rel=0.05)
+    assert blocks.statistics is None
+    total = held + windows + anchors + moment
+    assert total == pytest.approx(reckoned.together - reckoned.index, rel=0.05)
+    shown = {each.device: each for each in working_memory(plan, session.length)}
+    assert shown["cpu"].cache_bytes == pytest.approx(total, rel=0.05)
