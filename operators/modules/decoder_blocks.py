@@ -60,5 +60,5 @@ def _run(fused: Fused, held: BlockLayer, x: int, batch: int, tokens: int, turn: 
     except OverflowError as error:
         raise KtoptError(f"layer {fused.index}: {error} (more than 65504): give `kv_type: BF16` or FP32") from None
     window.tokens += tokens
-    attended = decode(held, query_BSND) if tokens == 1 else read(held, query_BSND)
+    attended = decode(held, query_BSND.transpose(1, 2)) if tokens == 1 else read(held, query_BSND)
     cast(Any, fused.run_after)(x, batch * tokens, attended.data_ptr(), threads)
