@@ -18,6 +18,7 @@ from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.diagnostics import KtoptError
 from ktopt.kernels import block_reference as reference
 from ktopt.kernels import cpu
+from ktopt.kernels.cpu import attention as cpu_attention
 from ktopt.kernels.cpu import token_blocks as kernels
 from ktopt.kernels.segments import BlockSegments, CacheSegments, Segments
 
@@ -170,9 +171,28 @@ def attend_tile(
     included) up to its own. Not causal: every query sees keys [start, end), by default all. What sees none gives zeros and -inf.
     The rest is as kernels.cpu.attention's prefill_attention has it. ValueError where shapes don't fit.
     """
-    return attend_tile_reference(
-        q_THD, keys_GCD, values_GCV, first=first, start=start, end=end, window=window, causal=causal, scale=scale
+    if not causal:
+        end = keys_GCD.shape[1] if end is None else end
+    elif end is not None:
+        raise ValueError("a causal tile ends where its queries do")
+    if not _on_cpu(q_THD.device, fits=all(dim % 8 == 0 for dim in (q_THD.shape[2], values_GCV.shape[2]))):
+        return attend_tile_reference(
+            q_THD, keys_GCD, values_GCV, first=first, start=start, end=end, window=window, causal=causal, scale=scale
+        )
+    log_sum = torch.empty(q_THD.shape[:2])
+    out = cpu_attention.prefill_attention(
+        q_THD,
+        keys_GCD,
+        values_GCV,
+        first=first,
+        start=start,
+        end=end,
+        window=window,
+        scale=scale,
+        log_sum_TH=log_sum,
+        threads=threads or torch.get_num_threads(),
     )
+    return out, log_sum
 
 
 def attend_tile_reference(

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_decode.h"
+#include "block_rows.h"
 #include "experts.h"
 #include "gemm.h"
 #include "layer.h"
@@ -140,8 +142,9 @@ bool check_all_latents() {
 }
 
 // A prefill of 9 query heads on 3 in buffers of exactly its size: the scalar kernels' results, but for bfloat16's rounding.
-bool check_attention(int kind, int64_t key_dim, int64_t value_dim, int64_t tokens, int64_t first, int64_t start, int64_t window) {
-    const AttentionShape shape = {9, 3, key_dim, value_dim, 0.1f, window};
+bool check_attention(int kind, int64_t key_dim, int64_t value_dim, int64_t tokens, int64_t first, int64_t start, int64_t window,
+                     int64_t end = CAUSAL) {
+    const AttentionShape shape = {9, 3, key_dim, value_dim, 0.1f, window, end};
     const int64_t bytes = layout_of(kind).bytes, keys = first + tokens;
     std::normal_distribution<float> normal;
     const auto numbers = [&](int64_t count) {
@@ -155,11 +158,11 @@ bool check_attention(int kind, int64_t key_dim, int64_t value_dim, int64_t token
     };
     const auto cache_keys = numbers(3 * keys * key_dim), cache_values = numbers(3 * keys * value_dim);
     const KeyValues cache = {kind, cache_keys.get(), cache_values.get(), keys * key_dim * bytes, keys * value_dim * bytes};
-    std::vector<float> q(size_t(tokens * 9 * key_dim)), out(size_t(tokens * 9 * value_dim)), expected(out);
+    std::vector<float> q(size_t(tokens * 9 * key_dim)), out(size_t(tokens * 9 * value_dim)), expected(out), sums(size_t(tokens * 9));
     for (float& value : q) value = normal(generator);
     if (refuses(shape, kind, tokens, first, start) != nullptr) return false;
     const auto run = [&](std::vector<float>& to, int threads) {
-        return prefill_attention(shape, cache, q.data(), 9 * key_dim, tokens, first, start, to.data(), 9 * value_dim, threads);
+        return prefill_attention(shape, cache, q.data(), 9 * key_dim, tokens, first, start, to.data(), 9 * value_dim, threads, sums.data());
     };
     const char* isa = kernels().name;
     bool fine = run(out, 2) && set_isa("scalar") && run(expected, 1) && set_isa(isa);
@@ -171,8 +174,60 @@ bool check_attentions() {
     for (const int kind : {F32, F16, BF16})
         for (const int64_t tokens : {1, 2, 17, 90})
             for (const int64_t first : {0, 131})
-                if (!check_attention(kind, 24, 8, tokens, first, 0, 0) || !check_attention(kind, 64, 40, tokens, first, 5, 33)) {
+                if (!check_attention(kind, 24, 8, tokens, first, 0, 0) || !check_attention(kind, 64, 40, tokens, first, 5, 33) ||
+                    !check_attention(kind, 32, 16, tokens, first, 1, 0, (first + tokens) / 2)) {
                     std::printf("%s: attention on type %d differs, %d tokens\n", kernels().name, kind, int(tokens));
+                    return false;
+                }
+    return true;
+}
+
+// Blocks in buffers of exactly their size: packed, unpacked, and attended to by two rows, the second of which sees half of it, with a
+// float32 segment in between. Results are the scalar kernels'.
+bool check_blocks(int kind, int64_t tokens, int64_t key_dim, int64_t value_dim, int64_t group, bool shared) {
+    const Layout layout = layout_of(kind);
+    const int64_t keys_bytes = tokens * key_dim / layout.elements * layout.bytes;
+    const int64_t bytes = keys_bytes + (shared ? 0 : tokens * value_dim / layout.elements * layout.bytes);
+    const BlockShape shape = {kind, tokens, key_dim, value_dim, shared ? 0 : keys_bytes, bytes, shared};
+    std::normal_distribution<float> normal;
+    std::vector<float> keys(size_t(2 * tokens * key_dim)), values(size_t(2 * tokens * value_dim)), q(size_t(2 * group * key_dim));
+    for (std::vector<float>* all : {&keys, &values, &q})
+        for (float& x : *all) x = normal(generator);
+    const auto of = [&](std::vector<float>& x, int64_t dim) {
+        return TokenRows{F32, reinterpret_cast<uint8_t*>(x.data()), tokens * dim * 4, dim * 4};
+    };
+    std::unique_ptr<uint8_t[]> packed(new uint8_t[size_t(2 * bytes)]);
+    if (refuses(shape) != nullptr ||
+        pack_blocks(shape, 2, of(keys, key_dim), of(values, value_dim), packed.get(), bytes, 2) != Packed::DONE)
+        return false;
+    const int64_t addresses[] = {int64_t(uintptr_t(packed.get())), int64_t(uintptr_t(packed.get() + bytes))};
+    std::vector<float> wide_keys(keys.size()), wide_values(values.size());
+    auto *to_keys = reinterpret_cast<uint8_t*>(wide_keys.data()), *to_values = reinterpret_cast<uint8_t*>(wide_values.data());
+    if (!unpack_blocks(shape, 2, 1, addresses, 1, F32, to_keys, tokens * key_dim * 4, to_values, tokens * value_dim * 4, 2)) return false;
+    const auto segment = [&](int64_t block, int64_t count) {
+        const uint8_t* at = packed.get() + block * bytes;
+        return Segment{kind, at, shared ? at : at + keys_bytes, count};
+    };
+    const Segment segments[] = {segment(0, tokens), {F32, to_keys, to_values, tokens}, segment(1, tokens), segment(1, tokens / 2)};
+    const int64_t first[] = {0, 3, 4};
+    const RowsShape rows = {2, 2, group, key_dim, value_dim, 0.1f};
+    std::vector<float> out(size_t(2 * group * value_dim)), sums(size_t(2 * group)), expected(out), expected_sums(sums);
+    const auto run = [&](std::vector<float>& to, std::vector<float>& log_sum, int threads) {
+        return attend_segments(rows, segments, first, q.data(), 0, to.data(), 0, log_sum.data(), threads);
+    };
+    const char* isa = kernels().name;
+    bool fine = run(out, sums, 3) && set_isa("scalar") && run(expected, expected_sums, 1) && set_isa(isa);
+    for (size_t i = 0; i < out.size(); i++) fine = fine && std::fabs(out[i] - expected[i]) <= 1e-4f;
+    for (size_t i = 0; i < sums.size(); i++) fine = fine && (sums[i] == expected_sums[i] || std::fabs(sums[i] - expected_sums[i]) <= 1e-4f);
+    return fine;
+}
+
+bool check_all_blocks() {
+    for (const int kind : {F32, F16, BF16, Q8_0, Q4_0})
+        for (const int64_t tokens : {1, 16, 150, 1500})
+            for (const int64_t group : {1, 3, 6})
+                if (!check_blocks(kind, tokens, 64, 32, group, false) || !check_blocks(kind, tokens, 96, 64, group, true)) {
+                    std::printf("%s: blocks of type %d differ, %d tokens\n", kernels().name, kind, int(tokens));
                     return false;
                 }
     return true;
@@ -352,7 +407,7 @@ int main() {
         }
         if (!check_all() || !check_attentions() || !check_all_latents() || !check_all_experts() || !check_layers() || !check_threads())
             return 1;
-        if (!check_anchors()) return 1;
+        if (!check_anchors() || !check_all_blocks()) return 1;
         std::printf("%s: fine\n", isa);
     }
     return 0;

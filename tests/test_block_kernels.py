@@ -204,7 +204,7 @@ def tiles(tokens: int, heads: int, kv_heads: int, keys: int, dim: int, dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_context_in_tiles_and_the_chunks_own_part_merge_to_one_causal_attention(dtype: torch.dtype) -> None:
+def test_a_context_in_tiles_and_the_chunks_own_part_merge_to_one_causal_attention(way: str, dtype: torch.dtype) -> None:
     q, keys, values = tiles(40, 6, 2, 300, 64, dtype)
     past, start = 260, 17
     parts = [
@@ -223,7 +223,7 @@ def test_a_context_in_tiles_and_the_chunks_own_part_merge_to_one_causal_attentio
     torch.testing.assert_close(wanted[0], torchs_own[0].transpose(0, 1))
 
 
-def test_tiles_with_a_window_or_without_keys_tell_their_sums() -> None:
+def test_tiles_with_a_window_or_without_keys_tell_their_sums(way: str) -> None:
     q, keys, values = tiles(30, 4, 4, 50, 32, torch.float32)
     made = blocks.attend_tile(q, keys, values, first=20, start=25, window=8)
     wanted = blocks.attend_tile_reference(q.double(), keys, values, first=20, start=25, window=8)
@@ -250,6 +250,10 @@ def test_what_does_not_fit_is_refused() -> None:
         blocks.pack(torch.zeros(2, 15, 64), torch.zeros(2, 15, 64), layout)
     with pytest.raises(ValueError, match="don't fit blocks"):
         blocks.pack(torch.zeros(2, 16, 64), None, layout)
+    with pytest.raises(ValueError, match="ends where its queries do"):
+        blocks.attend_tile(torch.zeros(2, 3, 64), torch.zeros(3, 9, 64), torch.zeros(3, 9, 64), end=5)
+    with pytest.raises(ValueError, match="doesn't hold"):
+        blocks.attend_tile(torch.zeros(2, 3, 64), torch.zeros(3, 9, 64), torch.zeros(3, 9, 64), causal=False, end=10)
     with pytest.raises(ValueError, match="no address"):
         blocks.unpack(torch.zeros(2, 3, dtype=torch.int64), layout)
     q = torch.randn(2, 3, 64)

@@ -14,23 +14,27 @@ struct KeyValues {
     int64_t key_head_bytes, value_head_bytes;
 };
 
+constexpr int64_t CAUSAL = -1;
+
 // Query head h reads KV head h / (heads / kv_heads).
 struct AttentionShape {
     int64_t heads, kv_heads, key_dim, value_dim;
     float scale;     // of the scores
     int64_t window;  // how many keys a query sees at most, its own included; 0 for all
+    int64_t end = CAUSAL;  // every query sees keys [start, end); or CAUSAL: up to its own
 };
 
 // Why queries at positions first to first + tokens - 1 can't be computed, or null.
 const char* refuses(const AttentionShape& shape, int64_t kind, int64_t tokens, int64_t first, int64_t start);
 
-// Query t stands at position first + t and sees the keys from max(start, first + t - window + 1) to first + t. One that sees none,
-// since it stands before `start`, gives zeros. q[t * q_stride + h * key_dim + d], out[t * out_stride + h * value_dim + d].
+// Query t stands at position first + t and sees the keys from max(start, first + t - window + 1) to first + t, or where the shape has
+// an `end` those from start to end. One that sees none gives zeros. q[t * q_stride + h * key_dim + d], out[t * out_stride + h *
+// value_dim + d]; log_sum[t * heads + h], unless null, is the natural logarithm of the softmax's sum, -inf for one that sees none.
 //
 // Where the CPU multiplies bfloat16, and the cache isn't float32, queries, keys and the weights of values are rounded to it; sums are
 // float32 everywhere. The result doesn't depend on the number of threads. Answers false where there is no memory for a thread's tiles.
 bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, const float* q, int64_t q_stride, int64_t tokens,
-                       int64_t first, int64_t start, float* out, int64_t out_stride, int threads);
+                       int64_t first, int64_t start, float* out, int64_t out_stride, int threads, float* log_sum = nullptr);
 
 constexpr int TILE_VECTORS = 3;  // registers that a tile's queries fill
 constexpr int MOST_TILES = 4;    // of a part: its keys and values are laid out once for all of them
@@ -45,6 +49,7 @@ struct PrefillPart {
     float* out;
     int64_t q_stride, out_stride, group, first, start, begin, end;
     uint8_t* scratch;  // prefill_scratch bytes at a multiple of 64
+    float* log_sum;    // of this KV head's first query head, at query 0; or null
 };
 
 // Bytes that a part of so many tiles works in. A tile is `rows` queries.

@@ -28,14 +28,17 @@ def prefill_attention(
     start: int = 0,
     window: int = 0,
     scale: float | None = None,
+    end: int | None = None,
     out_THV: torch.Tensor | None = None,
+    log_sum_TH: torch.Tensor | None = None,
     threads: int = 1,
 ) -> torch.Tensor:
     """softmax(q @ keys.T * scale) @ values in float32 (T, H, V), each query on the keys up to its own.
 
     Query t stands at position first + t of the cache, whose keys and values up to there must be filled in; what lies behind isn't
     read into the result. It sees the keys from `start` on (before it lies padding), with a `window` only the last so many, its own
-    included. A query before `start` sees nothing and gives zeros. scale: 1 / sqrt(D) where none is given.
+    included. With an `end` every query sees keys [start, end) instead. One that sees nothing gives zeros. scale: 1 / sqrt(D) where
+    none is given. `log_sum` takes the natural logarithm of each softmax's sum, by which attention to several parts is merged.
 
     q is float32; keys and values are of one dtype, float32, float16 or bfloat16, and D and V multiples of 8. A token's heads must
     lie one after the other in q and out, and a head's tokens in keys and values, each contiguous; tokens of q and out and heads of
@@ -61,6 +64,10 @@ def prefill_attention(
     for name, tensor in (("q", q_THD), ("out", out_THV), ("keys", keys_GCD), ("values", values_GCV)):
         if tensor.device.type != "cpu" or not tensor[:1].is_contiguous():
             raise ValueError(f"{name} must be on the CPU, the last two dimensions contiguous: strides {list(tensor.stride())}")
+    if log_sum_TH is not None and (
+        log_sum_TH.shape != (tokens, heads) or log_sum_TH.dtype is not torch.float32 or not log_sum_TH.is_contiguous()
+    ):
+        raise ValueError(f"sums must be float32 ({tokens}, {heads}), contiguous, not {log_sum_TH.dtype} {list(log_sum_TH.shape)}")
     size = keys_GCD.element_size()
     _needed().prefill_attention(
         BY_NAME[kind].number,
@@ -82,6 +89,8 @@ def prefill_attention(
         out_THV.data_ptr(),
         out_THV.stride(0),
         threads,
+        -1 if end is None else end,
+        0 if log_sum_TH is None else log_sum_TH.data_ptr(),
         key_dim**-0.5 if scale is None else scale,
     )
     return out_THV

@@ -41,6 +41,7 @@ struct Job {
         part.values += head * cache->value_head_bytes;
         part.q += head * all.group * shape.key_dim;
         part.out += head * all.group * shape.value_dim;
+        if (part.log_sum != nullptr) part.log_sum += head * all.group;
         part.begin = block * block_rows;
         part.end = std::min(part.begin + block_rows, all.end);
         const size_t bytes = prefill_scratch(shape.key_dim, shape.value_dim, tile_rows, tiles);
@@ -63,12 +64,14 @@ const char* refuses(const AttentionShape& shape, int64_t kind, int64_t tokens, i
     for (const int64_t dim : {shape.key_dim, shape.value_dim})
         if (dim < 8 || dim % 8 != 0 || dim > LARGEST_DIM) return "a head's dimensions must be multiples of 8, 4096 at most";
     if (tokens < 1 || first < 0 || start < 0 || shape.window < 0) return "tokens must be at least 1, and no position less than 0";
+    if (shape.end != CAUSAL && (shape.end < 0 || shape.end > (1 << 30) || shape.window != 0))
+        return "an end is a position, and no window goes with it";
     if (first > (1 << 30) || tokens > (1 << 30) || start > (1 << 30)) return "the positions are too large";
     return nullptr;
 }
 
 bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, const float* q, int64_t q_stride, int64_t tokens,
-                       int64_t first, int64_t start, float* out, int64_t out_stride, int threads) {
+                       int64_t first, int64_t start, float* out, int64_t out_stride, int threads, float* log_sum) {
     const Kernels& isa = kernels_for(cache.kind);
     const int64_t group = shape.heads / shape.kv_heads, rows = tokens * group;
     const int64_t tiles = divided(rows, isa.prefill_rows);
@@ -79,8 +82,8 @@ bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, cons
     job.blocks = divided(tiles, job.tiles);
     job.cache = &cache;
     job.run = isa.prefill;
-    job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr};
-    const int64_t seen = std::min(first + tokens, shape.window == 0 ? first + tokens : shape.window);
+    job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr, log_sum};
+    const int64_t last = shape.end == CAUSAL ? first + tokens : shape.end, seen = shape.window == 0 ? last : std::min(last, shape.window);
     const bool is_long = double(rows * shape.kv_heads) * double(seen * (shape.key_dim + shape.value_dim)) > LONG_WORK;
     share_out(job.blocks * shape.kv_heads, threads, is_long, [&](int64_t part) { job.part(part); });
     return job.done;

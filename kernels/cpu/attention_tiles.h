@@ -5,6 +5,7 @@
 // of each in all lanes, times the tile's lanes.
 #pragma once
 
+#include <cmath>
 #include <iterator>
 
 #include "attention.h"
@@ -182,9 +183,10 @@ inline Tile begin_tile(const PrefillPart& part, int64_t begin, Memory& memory, f
                  reinterpret_cast<int32_t*>(memory.take(ROWS)), reinterpret_cast<int32_t*>(memory.take(ROWS)), 0, 0, 0, 0, 0};
     for (int64_t i = 0; i < ROWS; i++) {
         const int64_t r = begin + i < part.end ? begin + i : part.end - 1, t = r / part.group, position = part.first + t;
-        const int64_t oldest = shape.window == 0 || shape.window > position ? 0 : position - shape.window + 1;
+        const bool causal = shape.end == CAUSAL;
+        const int64_t oldest = !causal || shape.window == 0 || shape.window > position ? 0 : position - shape.window + 1;
         tile.low[i] = int32_t(oldest > part.start ? oldest : part.start);
-        tile.high[i] = int32_t(position);
+        tile.high[i] = int32_t(causal ? position : shape.end - 1);
         tile.largest[i] = -FLT_MAX;
         tile.total[i] = 0;
         Operand::query(part.q + t * part.q_stride + r % part.group * shape.key_dim, shape.key_dim, shape.scale * LOG2_E,
@@ -201,9 +203,20 @@ inline Tile begin_tile(const PrefillPart& part, int64_t begin, Memory& memory, f
     return tile;
 }
 
+// The natural logarithm of each query's sum of exponentials; its weights are powers of 2.
+inline void write_log_sums(const PrefillPart& part, int64_t begin, const Tile& tile) {
+    constexpr float LN_2 = 0.693147181f;
+    for (int64_t i = 0; i < ROWS && begin + i < part.end; i++) {
+        const int64_t t = (begin + i) / part.group, head = (begin + i) % part.group;
+        const float sum = tile.largest[i] * LN_2 + std::log(tile.total[i]);
+        part.log_sum[t * part.shape->heads + head] = tile.low[i] > tile.high[i] ? -INFINITY : sum;
+    }
+}
+
 // Divides by the weights' sum and puts the results where they belong. A query that sees no key gets zeros.
 inline void finish(const PrefillPart& part, int64_t begin, const Tile& tile, float* rows) {
     const int64_t dim = part.shape->value_dim;
+    if (part.log_sum != nullptr) write_log_sums(part, begin, tile);
     for (int i = 0; i < ROWS; i++) tile.total[i] = tile.low[i] > tile.high[i] ? 0.0f : 1.0f / tile.total[i];
     for (int64_t d = 0; d < dim; d++)
         for (int v = 0; v < tile.vectors; v++) {

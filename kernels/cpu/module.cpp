@@ -138,7 +138,7 @@ PyMethodDef methods[] = {
      "absorbed_attention(*shape, *cache, *rows, *keys, *values, query, out, threads, scale)"},
     {"prefill_attention", fast(prefill_attention), METH_FASTCALL,
      "prefill_attention(kind, keys, values, key_head_bytes, value_head_bytes, capacity, heads, kv_heads, key_dim, value_dim, "
-     "window, q, q_stride, tokens, first, start, out, out_stride, threads, scale)"},
+     "window, q, q_stride, tokens, first, start, out, out_stride, threads, end, log_sum, scale)"},
     {"pack_blocks", fast(pack_blocks), METH_FASTCALL,
      "pack_blocks(*shape, rows, kind, keys, row_stride, token_stride, kind, values, row_stride, token_stride, out, out_stride, "
      "threads) -> whether the numbers fit; shape: kind, tokens, key_dim, value_dim, value_offset, nbytes, shared"},
