@@ -8,6 +8,7 @@ import torch
 from blocked_models import ANCHORS, OneLayer
 from layer_fixtures import difference
 
+from ktopt.config import CacheSettings
 from ktopt.diagnostics import KtoptError
 from ktopt.operators.modules import block_choice
 from ktopt.operators.modules.block_layer import BlockLayer
@@ -251,3 +252,23 @@ def test_numbers_beyond_float16_are_refused_where_it_holds_the_window():
     one.numbers = lambda *shape: torch.full(shape, 7e4)
     with pytest.raises(KtoptError, match=r"float16.*kv_type"):
         one.give(3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefill": "sparse"}, {"preselect_block": True, "preselect_block_count": 20}])
+@pytest.mark.parametrize("anchor_type", ["DYNAMIC", "KEY_INT4"])
+def test_with_most_blocks_on_disk_all_is_as_in_memory(tmp_path, anchor_type, settings):
+    given = {"anchor_type": anchor_type, "second_select_num": 6, "layers": 3, "chunk_size": 64, "dense_layer_num": 1, **settings}
+    roomy, tight = OneLayer(**given), OneLayer(**given)
+    gigabytes = 0.00065 if anchor_type == "KEY_INT4" else 0.0005
+    tight.shared.memory = CacheSettings(cpu_memory_size_GB=gigabytes, disk_path=str(tmp_path))
+    for tokens in (200, 1, 150, *[1] * 30):
+        expected, made = roomy.give(tokens)[0], tight.give(tokens)[0]
+        assert all(difference(a, b) < 1e-5 for a, b in zip(made, expected, strict=True))  # tiles of other sizes
+    counts = tight.shared.statistics
+    assert counts.disk_bytes > counts.host_bytes > 0 < counts.misses
+    for one in (roomy, tight):
+        for layer in one.layers:
+            layer.crop(-250)
+    assert all(difference(a, b) < 1e-5 for a, b in zip(tight.give(1)[0], roomy.give(1)[0], strict=True))
+    tight.shared.close()
+    assert not any(tmp_path.rglob("*.block"))

@@ -55,7 +55,9 @@ def decode(held: BlockLayer, query_BN1D: torch.Tensor) -> torch.Tensor:
     """The attention (B, 1, N, V) of one token, which stands in the window already; then blocks leave."""
     batch, heads, _, dim = query_BN1D.shape
     q_RHD = query_BN1D.reshape(held.rows, -1, dim)
-    out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, choose(held, q_RHD))
+    picks_RK = choose(held, q_RHD)
+    held.shared.prefetch(held.number + 1)
+    out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, picks_RK)
     if held.shared.settings.anchor_type == "DYNAMIC":
         held.asked.add(query_BN1D, log_sums_RH.view(batch, heads, 1), held.get_seq_length())
     held.leave()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
 from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.cache.blocks.store import BlockStore
@@ -31,6 +32,8 @@ KINDS = {"FP32": "F32", "BF16": "BF16", "FP16": "F16"}
 """The store's names of kv_types whose own names are others."""
 TILE_TOKENS = 8192
 """Tokens of a context that are unpacked at a time."""
+PART_BYTES = 64
+"""More than what the store's index and slots take for a row's part of a block."""
 GIGA = 1_000_000_000
 
 
@@ -49,6 +52,8 @@ class BlockCache:
         self.picks: dict[int, torch.Tensor | None] = {}
         self.prompt_picks: dict[int, dict[int, torch.Tensor]] = {}
         self.layout: BlockLayout | None = None
+        self.tile_blocks = max(1, min(TILE_TOKENS // self.tokens, capacity_blocks(self.settings)))
+        """Blocks that are unpacked at a time."""
         self._store: BlockStore | None = None
         self._staging: dict[torch.dtype, torch.Tensor] = {}
 
@@ -61,11 +66,6 @@ class BlockCache:
     def capacity(self) -> int:
         """Tokens that the cache can hold."""
         return self.settings.max_seq_len
-
-    @cached_property
-    def tile_blocks(self) -> int:
-        """Blocks that are unpacked at a time."""
-        return max(1, min(TILE_TOKENS // self.tokens, capacity_blocks(self.settings)))
 
     @property
     def window_dtype(self) -> torch.dtype:
@@ -104,11 +104,14 @@ class BlockCache:
                     f"layers of one cache keep blocks of one size: {self._store.rows} rows of {self.layout}, not {rows} of {layout}"
                 )
             return
-        blocks = capacity_blocks(self.settings)
-        whole = len(self.indices) * rows * blocks * (layout.nbytes + 64)
-        device, host = budgets(self.memory, whole + self._reserved_bytes(rows, layout))
         reserved = self._reserved_bytes(rows, layout)
+        blocks = self.most_middle
+        each = rows * (layout.nbytes + PART_BYTES)
+        whole = len(self.indices) * blocks * each + reserved
+        device, host = budgets(self.memory, whole)
         on_device = min(device, reserved)
+        together = (device + host - reserved) // (2 * each)
+        self.tile_blocks = max(1, min(self.tile_blocks, together))
         self._store = BlockStore(
             layout,
             len(self.indices),
@@ -116,11 +119,32 @@ class BlockCache:
             blocks,
             device_bytes=device,
             host_bytes=host,
+            disk=self._disk(device + host < whole),
             device_reserved_bytes=on_device,
             host_reserved_bytes=reserved - on_device,
-            fetch_blocks=min(self.settings.second_select_num, blocks),
+            fetch_blocks=max(self.tile_blocks, min(self.settings.second_select_num, blocks)),
         )
         self.layout = layout
+
+    @property
+    def most_middle(self) -> int:
+        """Blocks that can come to be in the store."""
+        return max(1, capacity_blocks(self.settings) - self.sinks - self.settings.local_windows_len // self.tokens)
+
+    def _disk(self, needed: bool) -> DiskTier | None:
+        """The disk tier, where memory doesn't hold all that may come."""
+        memory = self.memory
+        if memory.disk_path is None or not (needed or memory.prefix_reuse):
+            return None
+        most = None if memory.disk_size_GB is None else int(memory.disk_size_GB * GIGA)
+        return DiskTier(memory.disk_path, disk_bytes=most, durable=memory.prefix_reuse)
+
+    def prefetch(self, number: int) -> None:
+        """Have a layer's likely blocks, those chosen last for it, brought from disk into memory while another computes."""
+        if self._store is not None and self._store.disk is not None and number < len(self.indices) and not self.dense(number):
+            picks = self.picks.get(self.group(number))
+            if picks is not None:
+                self._store.prefetch(number, picks)
 
     def _kind(self, *dims: int) -> str:
         kind = self.settings.kv_type
@@ -141,7 +165,7 @@ class BlockCache:
         moment = least + long.chunk_size + self.tile_blocks * self.tokens
         choosing = sum(self.leads(number) for number in range(len(self.indices)))
         each = anchor_bytes(long.anchor_type, long.anchor_num or 1, self.tokens, layout.key_dim)
-        return int(rows * ((standing + moment) * numbers * item + choosing * capacity_blocks(long) * each))
+        return int(rows * ((standing + moment) * numbers * item + choosing * self.most_middle * each))
 
     def staging(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the moment: so many numbers, which the next who asks gets too."""

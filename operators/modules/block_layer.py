@@ -165,6 +165,12 @@ class BlockLayer(DynamicLayer):
         picks = torch.arange(first, end, dtype=torch.int32).expand(self.rows, -1).contiguous()
         return unpack(shared.store.fetch(self.number, picks), shared.layout, dtype or shared.window_dtype)
 
+    def prefetch(self, first: int, end: int) -> None:
+        """Have blocks [first, end), as far as they are there, brought into memory while others are read."""
+        store = self.shared.store
+        if store.disk is not None and first < self.middle:
+            store.prefetch(self.number, torch.arange(first, min(end, self.middle), dtype=torch.int32).expand(self.rows, -1))
+
     def tiles(self, first: int = 0) -> list[tuple[int, int]]:
         """The middle blocks from `first` on, in tiles that are unpacked at a time: begins and ends."""
         step = self.shared.tile_blocks

@@ -54,6 +54,7 @@ class _Piece:
             self._meet_picks(picks_RK)
         else:
             for first, end in self.held.tiles():
+                self.held.prefetch(end, end + self.held.shared.tile_blocks)
                 tokens = self.held.shared.tokens
                 position = (self.held.shared.sinks + first) * tokens
                 hidden = [min(max(0, start - position), (end - first) * tokens) for start in self.starts]
