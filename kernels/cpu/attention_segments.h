@@ -12,8 +12,8 @@ namespace {
 namespace segments {
 
 constexpr int W = Vector::WIDTH;
-constexpr int BLOCK = 128;              // tokens whose scores are held together
-constexpr int64_t CACHE_AHEAD = 4096;   // bytes: the CPU's own prefetching stops at each page of 4 KiB, and at a segment's end
+constexpr int BLOCK = 128;  // tokens whose scores are held together
+constexpr int64_t CACHE_AHEAD = 12 << 10;  // bytes: the CPU's own prefetching stops at each page of 4 KiB, and at a segment's end
 constexpr int64_t LINE = 64;
 
 constexpr int64_t row_bytes(int kind, int64_t dim) { return dim / layout_of(kind).elements * layout_of(kind).bytes; }
