@@ -131,20 +131,28 @@ inline void score_tokens(const CodeBlock& b, int64_t t) {
     }
 }
 
-// Asks for part `t` of `padded` of the next block.
+// Waits for a block: reads a byte of each line of the cache, many at once. The products would wait for one line after the other.
+inline void touch(const void* from, int64_t bytes) {
+    const auto* p = static_cast<const volatile uint8_t*>(from);
+    for (int64_t line = 0; line < bytes; line += 64) (void)p[line];
+}
+
+// Asks for what the next block has in place of tokens `t` to t + 32.
 inline void ask_ahead(const CodeBlock& b, int64_t t) {
     if (b.next_codes == nullptr) return;
     const int64_t bytes = b.dim / 2 * TOKEN_GROUP;
     const uint8_t* from = b.next_codes + t / TOKEN_GROUP * bytes;
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line);
-    __builtin_prefetch(b.next_steps + 2 * t);
-    __builtin_prefetch(b.next_steps + 2 * (b.groups * TOKEN_GROUP + t));
+    __builtin_prefetch(b.next_steps + t);
+    __builtin_prefetch(b.next_steps + b.groups * TOKEN_GROUP + t);
 }
 
 template <int heads>
 inline void codes_of(const CodeBlock& b) {
     static_assert(Vector::WIDTH == Products::WIDTH);
     const int64_t padded = b.groups * TOKEN_GROUP;
+    touch(b.codes, padded * b.dim / 2);
+    touch(b.steps, padded * 2 * int64_t(sizeof(uint16_t)));
     for (int64_t t = 0; t < padded; t += TOKEN_GROUP) {
         ask_ahead(b, t);
         score_tokens<heads>(b, t);

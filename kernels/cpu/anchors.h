@@ -46,7 +46,8 @@ struct CodeBlock {
     const float* base;
     int heads;
     float* room;
-    const uint8_t *next_codes, *next_steps;  // where the next block lies, to be fetched early
+    const uint8_t* next_codes;  // where the next block lies, to be fetched early
+    const uint16_t* next_steps;
     float *largest, *sum;
 };
 

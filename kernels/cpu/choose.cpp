@@ -35,8 +35,8 @@ struct Job {
     SignScale* signs = nullptr;
     int8_t* codes = nullptr;
     CodeScale* code_scales = nullptr;
-    float *largest = nullptr, *sums = nullptr;      // (rows, heads, blocks)
-    int32_t *list = nullptr, *listing = nullptr;  // (sequences, blocks), and how many
+    float *means = nullptr, *largest = nullptr, *sums = nullptr;  // (rows, heads, blocks); products with the mean keys first
+    int32_t *list = nullptr, *listing = nullptr;                  // (sequences, blocks), and how many
     bool lacking = false;
 
     int64_t row_head(int64_t row, int64_t head) const { return row * c.heads + head; }
@@ -116,7 +116,15 @@ void scan_vectors(const Job& j, int64_t row, int64_t first, int64_t count) {
         }
 }
 
-// The same by their signs: the largest score of a token, for each head.
+// The same by their mean keys, for each head.
+void scan_means(const Job& j, int64_t row, int64_t first, int64_t count) {
+    const AnchorIndex& x = j.x;
+    const int64_t head = j.row_head(row, 0);
+    j.run.dots(x.mean + (row * x.max_blocks + first) * x.dim, count, x.dim, j.heads + head * x.dim, j.c.heads,
+               j.means + head * j.c.blocks + first, size_t(j.c.blocks));
+}
+
+// The same by their signs, after the means: the largest score of a token, for each head.
 void scan_signs(const Job& j, int64_t row, int64_t first, int64_t count) {
     const AnchorIndex& x = j.x;
     const uint8_t* allowed = j.allowed + row / j.together * j.c.blocks;
@@ -124,19 +132,16 @@ void scan_signs(const Job& j, int64_t row, int64_t first, int64_t count) {
     for (int64_t h = 0; h < j.c.heads; h += HEAD_BATCH) {
         const int heads = int(std::min<int64_t>(HEAD_BATCH, j.c.heads - h));
         const int64_t head = j.row_head(row, h);
-        float* out = j.largest + head * j.c.blocks + first;
         float centre[HEAD_BATCH], best[HEAD_BATCH];
         for (int i = 0; i < heads; i++) centre[i] = j.signs[head + i].centre;
-        j.run.dots(x.mean + (row * x.max_blocks + first) * x.dim, count, x.dim, j.heads + head * x.dim, heads, out,
-                   size_t(j.c.blocks));
-        for (int64_t b = 0; b < count; b++) {
-            const int64_t at = row * x.max_blocks + first + b;
-            if (allowed[first + b])
+        for (int64_t b = first; b < first + count; b++) {
+            const int64_t at = row * x.max_blocks + b;
+            if (allowed[b])
                 j.run.signs({x.signs + at * padded * x.dim / 8, x.magnitude + at * padded, x.groups(), x.dim,
                              j.tables + size_t(head) * table_bytes(x.dim), centre, heads, best});
             for (int i = 0; i < heads; i++) {
-                float& score = out[i * j.c.blocks + b];
-                score = allowed[first + b] ? score + best[i] * j.signs[head + i].step : NOTHING;
+                const int64_t to = (head + i) * j.c.blocks + b;
+                j.largest[to] = allowed[b] ? j.means[to] + best[i] * j.signs[head + i].step : NOTHING;
             }
         }
     }
@@ -160,9 +165,9 @@ void scan_codes(Job& j, int64_t row, int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
             float base[HEAD_BATCH], largest[HEAD_BATCH], sums[HEAD_BATCH];
             const bool more = i + 1 < to;
-            j.run.dots(x.mean + (row * x.max_blocks + list[i]) * x.dim, 1, x.dim, j.heads + head * x.dim, heads, base, 1);
+            for (int k = 0; k < heads; k++) base[k] = j.means[(head + k) * j.c.blocks + list[i]];
             j.run.codes({codes(i), steps(i), x.tokens, x.groups(), x.dim, j.codes + head * x.dim, j.code_scales + head, base, heads, room,
-                         more ? codes(i + 1) : nullptr, more ? reinterpret_cast<const uint8_t*>(steps(i + 1)) : nullptr, largest,
+                         more ? codes(i + 1) : nullptr, more ? steps(i + 1) : nullptr, largest,
                          sums});
             for (int k = 0; k < heads; k++) {
                 j.largest[(head + k) * j.c.blocks + i] = largest[k];
@@ -261,11 +266,13 @@ void score_codes(Job& j) {
     const int64_t n = j.c.blocks, token_bytes = x.dim / 2 + 4, block_bytes = x.tokens * token_bytes;
     int64_t most = 0;
     for (int64_t s = 0; s < j.sequences; s++) most = std::max<int64_t>(most, std::count(j.allowed + s * n, j.allowed + s * n + n, 1));
-    if (j.c.count >= 0 && QUEST_TIMES * std::max(j.c.count, LEAST_ASKED) < most)
-        in_parts(x.rows, n, 16, j.c.threads, x.rows * n * block_bytes / 4 >= LONG_BYTES, [&](int64_t row, int64_t first, int64_t count) {
-            scan_vectors(j, row, first, count);
-            scan_signs(j, row, first, count);
-        });
+    const bool all = j.c.count < 0 || QUEST_TIMES * std::max(j.c.count, LEAST_ASKED) >= most;  // are scored by their keys
+    in_parts(x.rows, n, 16, j.c.threads, x.rows * n * block_bytes / 4 >= LONG_BYTES, [&](int64_t row, int64_t first, int64_t count) {
+        scan_means(j, row, first, count);
+        if (all) return;
+        scan_vectors(j, row, first, count);
+        scan_signs(j, row, first, count);
+    });
     share_out(j.sequences, j.sequences < 4 ? 1 : j.c.threads, false, [&](int64_t s) { shortlist(j, s); });
     const int64_t longest = *std::max_element(j.listing, j.listing + j.sequences);
     in_parts(x.rows, longest, 4, j.c.threads, x.rows * longest * block_bytes >= LONG_BYTES, [&](int64_t row, int64_t first, int64_t count) {
@@ -322,6 +329,7 @@ bool with_job(const AnchorIndex& x, const Choice& c, float* out, Function f) {
         j.signs = pieces.take<SignScale>(heads);
         j.codes = pieces.take<int8_t>(heads * x.dim);
         j.code_scales = pieces.take<CodeScale>(heads);
+        j.means = pieces.take<float>(heads * n);
         j.largest = pieces.take<float>(heads * n);
         j.sums = pieces.take<float>(heads * n);
         j.list = pieces.take<int32_t>(codes ? j.sequences * n : 0);
