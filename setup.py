@@ -27,8 +27,8 @@ COMMON = [
     "-Wextra",
     "-pthread",
 ]
-# gcc 12 warns of its own headers' undefined vectors, and of loops that it has unrolled past what they can reach; it notes what older
-# ones did with vectors as arguments
+# gcc 12 warns of its own headers' undefined vectors, and of loops that it has unrolled past what they can reach; it notes what
+# older ones did with vectors as arguments
 COMMON += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-stringop-overflow", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
