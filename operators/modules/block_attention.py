@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ktopt.kernels.blocks import BlockSegments, CacheSegments, Segments, attend, merge
+from ktopt.kernels.blocks import BlockSegments, Segments, attend, merge
 from ktopt.operators.modules.block_choice import Choice, choose
 from ktopt.operators.modules.block_layer import BlockLayer
 from ktopt.operators.modules.block_reading import Part, read
@@ -43,7 +43,7 @@ def attend_blocks(
 def begin(held: BlockLayer, tokens: int, scale: float, starts_B: torch.Tensor | None) -> None:
     """Note what a layer's next tokens are attended to with; many of them are a new prompt."""
     held.scale, held.starts_B = scale, starts_B
-    if held.shared.leads(held.number):
+    if held.leads:
         held.shared.prompt_picks.pop(held.number, None)
     if tokens > FEW_TOKENS:
         held.choice = Choice()
@@ -93,13 +93,8 @@ def _picked(held: BlockLayer, picks_RK: torch.Tensor, addresses_RK: torch.Tensor
 
 def _ends(held: BlockLayer) -> list[Segments]:
     """The sink and the window."""
-    window, tokens, starts_R = held.window, held.shared.tokens, held.starts_R
+    window, sink, gone = held.window, held.sink, held.gone * held.shared.tokens
     assert window is not None
-    zones = [(held.sink, 0, min(held.gone, held.shared.sinks) * tokens, 0)] if held.gone else []
-    zones.append((window.held, window.first, window.end, held.gone * tokens))
-    made: list[Segments] = []
-    for memory, first, end, position in zones:
-        hidden = None if starts_R is None else (starts_R[:, None] - position).clamp(0, end - first)
-        keys, values = (each.flatten(0, 1) for each in memory)
-        made.append(CacheSegments(keys, values, first, end, hidden))
-    return made
+    assert sink is not None
+    last = window.zone.segments(window.first, window.end, held.starts_R, gone)
+    return [sink.segments(0, held.sink_tokens, held.starts_R, 0), last] if gone else [last]

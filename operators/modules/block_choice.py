@@ -33,15 +33,15 @@ class Choice:
 
 def choose(held: BlockLayer, q_RHD: torch.Tensor) -> torch.Tensor | None:
     """The blocks (R, K) int32 that this token attends to beside the sink and the window; None for all."""
-    shared, choice = held.shared, held.choice
-    settings, group = shared.settings, shared.group(held.number)
+    shared, choice, group, settings = held.shared, held.choice, held.group, held.shared.settings
     step = choice.step
     choice.step += 1
-    if held.middle == 0 or shared.dense(held.number):
+    middle = held.middle
+    if middle == 0 or held.dense:
         return None
-    if not shared.leads(held.number):
+    if not held.leads:
         return shared.picks.get(group)
-    if held.middle <= settings.second_select_num and not _restricted(held):
+    if middle <= settings.second_select_num and not _restricted(held):
         shared.picks[group] = None
         return None
     last = shared.picks.get(group)
@@ -54,9 +54,9 @@ def choose(held: BlockLayer, q_RHD: torch.Tensor) -> torch.Tensor | None:
 def choose_for_prompt(held: BlockLayer, q_BSND: torch.Tensor, position: int) -> torch.Tensor | None:
     """The blocks (R, K) that some tokens of a prompt attend to, from `position` on, by a sample of them; None for all."""
     shared, settings = held.shared, held.shared.settings
-    if settings.prefill == "exact" or held.middle <= settings.second_select_num or shared.dense(held.number):
+    if settings.prefill == "exact" or held.middle <= settings.second_select_num or held.dense:
         return None
-    picks = shared.prompt_picks.setdefault(shared.group(held.number), {})
+    picks = shared.prompt_picks.setdefault(held.group, {})
     if shared.leads(held.number):
         _batch, tokens, _, dim = q_BSND.shape
         at = torch.linspace(0, tokens - 1, min(SAMPLE, tokens)).round().long()
@@ -130,7 +130,7 @@ def _importance(held: BlockLayer) -> torch.Tensor:
     assert held.anchors is not None
     dynamic = shared.settings.anchor_type == "DYNAMIC"
     parts, sinks = [], shared.sinks * tokens
-    parts.append(_asked(held, held.sink[0].flatten(0, 1), 0))
+    parts.append(_asked(held, held.sink.memory[0].flatten(0, 1), 0))
     if dynamic:
         held.anchors.truncate(0)
     for first, end in held.tiles():

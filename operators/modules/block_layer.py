@@ -22,7 +22,7 @@ from ktopt.kernels.blocks import pack, unpack
 from ktopt.operators.modules.block_asked import Asked
 from ktopt.operators.modules.block_cache import BlockCache
 from ktopt.operators.modules.block_choice import Choice
-from ktopt.operators.modules.block_window import Window
+from ktopt.operators.modules.block_window import Window, Zone
 
 ATTRIBUTE = "ktopt_blocks"
 """Where a transformers Cache holds its BlockCache."""
@@ -35,8 +35,9 @@ class BlockLayer(DynamicLayer):
 
     def __init__(self, shared: BlockCache, number: int) -> None:
         self.shared, self.number = shared, number
+        self.dense, self.leads, self.group = shared.dense(number), shared.leads(number), shared.group(number)
         self.window: Window | None = None
-        self.sink: list[torch.Tensor] = []
+        self.sink: Zone | None = None
         self.anchors: Anchors | None = None
         self.gone = 0
         """Blocks that have left the window."""
@@ -62,6 +63,11 @@ class BlockLayer(DynamicLayer):
         return max(0, self.gone - self.shared.sinks)
 
     @property
+    def sink_tokens(self) -> int:
+        """Tokens that stand in the sink."""
+        return min(self.gone, self.shared.sinks) * self.shared.tokens
+
+    @property
     def rows(self) -> int:
         assert self.window is not None
         return self.window.shape[0] * self.window.shape[1]
@@ -69,7 +75,7 @@ class BlockLayer(DynamicLayer):
     @property
     def stored(self) -> list[torch.Tensor]:
         """The memory of the layer's own that it holds: without the store's, which is all layers'."""
-        return [*(self.window.own if self.window is not None else ()), *self.sink]
+        return [*(self.window.own if self.window is not None else ()), *(self.sink.memory if self.sink is not None else ())]
 
     def start(self, batch: int, heads: int, dims: tuple[int, int], device: torch.device) -> None:
         """Make an empty layer for so many sequences and heads, unless it is made. KtoptError for another number of them, and where
@@ -86,8 +92,8 @@ class BlockLayer(DynamicLayer):
         self.device, self.dtype = device, shared.window_dtype
         with torch.inference_mode(False):
             shape = (batch, heads, shared.sinks * shared.tokens)
-            self.sink = [torch.empty(*shape, dim, dtype=self.dtype, device=device) for dim in dims]
-            if shared.leads(self.number):
+            self.sink = Zone([torch.empty(*shape, dim, dtype=self.dtype, device=device) for dim in dims])
+            if self.leads:
                 self.anchors = Anchors(
                     long.anchor_type, long.anchor_num or 1, self.rows, shared.store.max_blocks, shared.tokens, key_dim
                 )
@@ -105,12 +111,13 @@ class BlockLayer(DynamicLayer):
 
     def leave(self) -> None:
         """Let blocks go that are no longer among the last tokens."""
-        window, tokens = self.window, self.shared.tokens
+        window, tokens, sink = self.window, self.shared.tokens, self.sink
         assert window is not None
+        assert sink is not None
         count = (window.tokens - self.shared.settings.local_windows_len - 1) // tokens
         if count > 0:
             to_sink = max(0, min(count, self.shared.sinks - self.gone))
-            for held, states in zip(self.sink, window.there(), strict=True):
+            for held, states in zip(sink.memory, window.there(), strict=True):
                 at = self.gone * tokens
                 held[:, :, at : at + to_sink * tokens] = states[:, :, : to_sink * tokens]
             self.gone += to_sink
@@ -188,7 +195,8 @@ class BlockLayer(DynamicLayer):
     def _whole(self, which: int) -> torch.Tensor | None:
         if self.window is None:
             return None
-        sink = self.sink[which][:, :, : min(self.gone, self.shared.sinks) * self.shared.tokens]
+        assert self.sink is not None
+        sink = self.sink.memory[which][:, :, : self.sink_tokens]
         blocks = [self.blocks(*tile)[which].unflatten(0, self.window.shape) for tile in self.tiles()]
         return torch.cat((sink, *blocks, self.window.there()[which]), dim=2)
 
@@ -217,9 +225,10 @@ class BlockLayer(DynamicLayer):
     def _bring_back(self, stays: int, wanted: int) -> None:
         """Have only `stays` blocks before the window, of `wanted` tokens in all."""
         assert self.window is not None
+        assert self.sink is not None
         tokens, sinks, tile = self.shared.tokens, self.shared.sinks, self.shared.tile_blocks
         until = min(wanted, self.gone * tokens)
-        back = [held[:, :, stays * tokens : min(self.gone, sinks) * tokens] for held in self.sink]
+        back = [held[:, :, stays * tokens : self.sink_tokens] for held in self.sink.memory]
         first, end = max(0, stays - sinks), max(0, -(-until // tokens) - sinks)
         for at in range(first, end, tile):
             made = self.blocks(at, min(at + tile, end))
@@ -230,7 +239,8 @@ class BlockLayer(DynamicLayer):
             self.anchors.truncate(self.middle)
 
     def reset(self) -> None:
-        self.window, self.sink, self.anchors, self.gone = None, [], None, 0
+        self.window = self.sink = self.anchors = None
+        self.gone = 0
         self.asked, self.choice = Asked(), Choice()
         self.is_initialized = False
         self.shared.forget_cropped()

@@ -74,12 +74,13 @@ class _Piece:
         """The sink and the window, as far as the piece sees it."""
         held, window = self.held, self.held.window
         assert window is not None
-        tokens = held.shared.tokens
+        assert held.sink is not None
         if held.gone:
-            sink = min(held.gone, held.shared.sinks) * tokens
-            keys, values = (each[:, :, :sink].flatten(0, 1) for each in held.sink)
+            sink = held.sink_tokens
+            keys, values = (each[:, :, :sink].flatten(0, 1) for each in held.sink.memory)
             self._meet(keys, values, [min(start, sink) for start in self.starts])
-        first, gone = self.position - held.gone * tokens, held.gone * tokens
+        gone = held.gone * held.shared.tokens
+        first = self.position - gone
         keys, values = (each[:, :, : first + self.query_BSND.shape[1]] for each in window.there())
         for row, start in enumerate(self.starts):
             self._add(

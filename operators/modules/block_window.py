@@ -10,10 +10,26 @@ from collections.abc import Callable
 import torch
 
 from ktopt.diagnostics import KtoptError
+from ktopt.kernels.segments import CacheSegments
 
 SLACK_TOKENS = 256
 """What a window has room for beyond what it must hold, so that it is moved to the front once in so many tokens."""
 FLOAT16_LARGEST = 65504.0
+
+
+class Zone:
+    """Tokens' keys (B, G, C, D) and values (B, G, C, V), in one piece each; of latents, keys alone."""
+
+    def __init__(self, memory: list[torch.Tensor]) -> None:
+        self.memory = memory
+        self._rows = [each.flatten(0, 1) for each in memory]
+
+    def segments(self, first: int, end: int, starts_R: torch.Tensor | None, position: int) -> CacheSegments:
+        """Tokens [first, end), the first of which stands at a position of the context, for kernels to attend to. What stands before
+        a row's start isn't seen."""
+        hidden = None if starts_R is None else (starts_R[:, None] - position).clamp(0, end - first)
+        return CacheSegments(self._rows[0], self._rows[1] if len(self._rows) > 1 else None, first, end, hidden)
+
 
 Staging = Callable[[int, torch.dtype], torch.Tensor]
 """Memory of so many numbers for the moment, the same for all who ask."""
@@ -32,21 +48,16 @@ class Window:
         self._staging = staging
         with torch.inference_mode(False):  # the cache may be used outside of it later
             self._own = [torch.empty(batch, heads, least + SLACK_TOKENS, dim, dtype=dtype, device=device) for dim in dims if dim]
-        self._held = self._own
+        self._of_its_own = self.zone = Zone(self._own)
 
     @property
     def keys(self) -> torch.Tensor:
         """With all their memory."""
-        return self._held[0]
+        return self.zone.memory[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        return self._held[1] if len(self._held) > 1 else None
-
-    @property
-    def held(self) -> list[torch.Tensor]:
-        """Keys, and values, with all their memory."""
-        return self._held
+        return self.zone.memory[1] if len(self.zone.memory) > 1 else None
 
     @property
     def own(self) -> list[torch.Tensor]:
@@ -64,7 +75,7 @@ class Window:
 
     def there(self) -> list[torch.Tensor]:
         """The tokens' keys (B, G, N, D), and values."""
-        return [held[:, :, self.first : self.end] for held in self._held]
+        return [held[:, :, self.first : self.end] for held in self.zone.memory]
 
     def room(self, tokens: int) -> None:
         """Make room for so many more."""
@@ -85,7 +96,7 @@ class Window:
         """Add tokens: keys (B, G, n, D), and values. KtoptError for a number that float16 can't hold."""
         count = states[0].shape[2]
         self.room(count)
-        for held, new in zip(self._held, states, strict=True):
+        for held, new in zip(self.zone.memory, states, strict=True):
             if self.dtype is torch.float16 and new.dtype is not torch.float16 and not float(new.abs().amax()) <= FLOAT16_LARGEST:
                 raise KtoptError(
                     f"a key or a value has a number beyond float16's {FLOAT16_LARGEST:g}: give `kv_type: BF16` or FP32"
@@ -99,18 +110,18 @@ class Window:
 
     def shrink(self) -> None:
         """Give memory of the moment back, if what is left has room without."""
-        if self._held is not self._own and self.tokens <= self._own[0].shape[2]:
+        if self.zone is not self._of_its_own and self.tokens <= self._own[0].shape[2]:
             self._move(self._own)
 
     def put_before(self, states: list[torch.Tensor]) -> None:
         """Put tokens before those that are there."""
         joined = [torch.cat((old.to(self.dtype), new), dim=2) for old, new in zip(states, self.there(), strict=True)]
         self.first = self.tokens = 0
-        self._held = self._own
+        self.zone = self._of_its_own
         self.append(*joined)
 
     def _move(self, to: list[torch.Tensor]) -> None:
         for old, new in zip(self.there(), to, strict=True):
             overlaps = old.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
             new[:, :, : self.tokens] = old.clone() if overlaps else old
-        self._held, self.first = to, 0
+        self.zone, self.first = (self._of_its_own if to is self._own else Zone(to)), 0

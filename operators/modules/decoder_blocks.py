@@ -50,7 +50,7 @@ def _run(fused: Fused, held: BlockLayer, x: int, batch: int, tokens: int, turn: 
     window, threads = held.window, torch.get_num_threads()
     assert window is not None
     window.room(tokens)
-    keys, values = window.held
+    keys, values = window.zone.memory
     query_BSND = torch.empty(batch, tokens, fused.heads, fused.head_dim)
     try:
         cast(Any, fused.run_before)(

@@ -116,7 +116,7 @@ class KDecoderLayer(Mixed, nn.Module):
         try:
             if fused.latent:
                 return self._latent(fused, x_BSH, attention_mask, position_embeddings, cache, others)
-            if cache is not None and not fused.window and isinstance(self.self_attn, KDynamicAttention):
+            if cache is not None and not fused.window and isinstance(self._modules["self_attn"], KDynamicAttention):
                 return self._blocked(fused, x_BSH, attention_mask, position_embeddings, cache)
             return self._grouped(fused, x_BSH, attention_mask, position_embeddings, cache)
         except OverflowError as error:
@@ -162,7 +162,7 @@ class KDecoderLayer(Mixed, nn.Module):
         return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
 
     def _blocked(self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any) -> torch.Tensor | str:
-        held = self.self_attn.cache_layer(cache)
+        held = self._modules["self_attn"].block_layer(cache)  # type: ignore[union-attr,operator]
         if held is None:
             return _other_cache(cache, fused.index)
         out = _copied(x_BSH)

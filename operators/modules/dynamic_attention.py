@@ -108,6 +108,13 @@ class KDynamicAttention(Mixed, nn.Module):
         if self.window:
             growing_layer(cache, self.layer_idx, None)
             return None
+        return self.block_layer(cache)
+
+    def block_layer(self, cache: Any) -> BlockLayer | None:
+        """The same for an attention that is known to have no window."""
+        layers = cache.layers
+        if self.layer_idx < len(layers) and type(layers[self.layer_idx]) is BlockLayer:
+            return layers[self.layer_idx]  # type: ignore[no-any-return]
         held = block_layer(cache, self.layer_idx, lambda: BlockCache(*self.settings, full_layers(self.config)))
         if held is None:
             kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
