@@ -169,7 +169,7 @@ def load_model(
         from ktopt.long_context.current import set_current
         from ktopt.long_context.session import LongContextSession
 
-        loaded.ktopt_session = LongContextSession(loaded, tokenizer)
+        loaded.ktopt_session = LongContextSession(loaded, tokenizer, weights=weights if weights is not None else model)
         set_current(loaded.ktopt_session)
     return loaded, tokenizer
 

@@ -134,7 +134,10 @@ def settled(sections: Sections) -> tuple[LongContextSettings, CacheSettings]:
     long = settle(LongContextSettings(**sections.get("long_context", {})))
     if found := contradictions(long):
         raise KtoptError("long_context: " + "\n".join(f"{each.message}: {each.help}" for each in found))
-    return long, CacheSettings(**sections.get("kvc2", {}))
+    kvc2 = CacheSettings(**sections.get("kvc2", {}))
+    if wrong := memory_problem(kvc2):
+        raise KtoptError(f"kvc2: {wrong[0]}: {wrong[1]}")
+    return long, kvc2
 
 
 def settings_problem(section: str, given: Mapping[str, Any]) -> str:
@@ -230,6 +233,13 @@ def _beyond_the_cache(long: LongContextSettings) -> list[Contradiction]:
     first = "preselect_block_count" if preselected else "local_windows_len"
     help = "make `max_seq_len` larger, or the window and the choice smaller"
     return [Contradiction(message, help, (first, "local_windows_len", "max_seq_len"), ("max_seq_len", "local_windows_len"))]
+
+
+def memory_problem(kvc2: CacheSettings) -> tuple[str, str] | None:
+    """What can't stand together in kvc2, and what to do; None where nothing is wrong."""
+    if kvc2.prefix_reuse and kvc2.disk_path is None:
+        return "`prefix_reuse` keeps blocks on disk, and there is no `disk_path`", "write `disk_path:`, a folder for them"
+    return None
 
 
 def capacity_blocks(long: LongContextSettings) -> int:

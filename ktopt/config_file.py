@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ktopt.config import SECTIONS, CacheSettings, Config, LongContextSettings, ModelSettings
+from ktopt.config import SECTIONS, CacheSettings, Config, LongContextSettings, ModelSettings, memory_problem
 from ktopt.diagnostics import CompileError, Report
 from ktopt.parse import parse, read_source
 from ktopt.source import Document, Mapping, SourceFile
@@ -74,6 +74,7 @@ def check_config(document: Document, report: Report) -> Config | None:
     written, long = given.get("long_context", {}), root.get("long_context")
     settings = LongContextSettings(**written)
     settled = check_together(shape.inside("long_context"), long if isinstance(long, Mapping) else root, settings, written)
-    if len(report.errors) > before:
-        return None
-    return Config(ModelSettings(**given["model"]), settled, CacheSettings(**given.get("kvc2", {})), given)
+    kvc2, memory = CacheSettings(**given.get("kvc2", {})), root.get("kvc2")
+    if (problem := memory_problem(kvc2)) and isinstance(memory, Mapping):
+        shape.inside("kvc2").error("KT210", problem[0], memory.key("prefix_reuse") or memory, help=problem[1])
+    return None if len(report.errors) > before else Config(ModelSettings(**given["model"]), settled, kvc2, given)

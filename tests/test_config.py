@@ -91,6 +91,7 @@ def test_settings_are_settled(settings: str, name: str, value: Any) -> None:
     (long("max_seq_len: 4096, preselect_block: false"), "KT210", 2, "are 33 blocks, and the cache holds 32"),
     (long("block_size: 0"), "KT210", 2, "at least 1, not 0"),
     (MODEL + "kvc2: {utilization_percentage: 1.5}\n", "KT210", 2, "from 0 to 1, not 1.5"),
+    (MODEL + "kvc2: {prefix_reuse: true}\n", "KT210", 2, "there is no `disk_path`"),
     (MODEL + "kvc2: {cpu_memory_size_GB: .nan}\n", "KT210", 2, "at least 0, not nan"),
     (long("anchor_num: 1, representative_num: 1"), "KT210", 2, "another spelling of `anchor_num`"),
     (long("block_sise: 128"), "KT202", 2, "did you mean `block_size`?"),

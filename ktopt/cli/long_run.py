@@ -42,7 +42,7 @@ def run_long(args: argparse.Namespace, text: str, options: dict[str, Any]) -> in
 
         torch.manual_seed(args.seed)
     ids_1N = encode(model, tokenizer, prompt_of(args, text, tokenizer))["input_ids"]
-    with closing(LongContextSession(model, tokenizer)) as session:
+    with closing(LongContextSession(model, tokenizer, weights=weights)) as session:
         for piece in _answer(session, ids_1N, args.max_tokens, chooser(model, options)):
             sys.stdout.write(piece)
             sys.stdout.flush()

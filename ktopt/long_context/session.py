@@ -5,6 +5,7 @@ Legend: N tokens of a prompt, V words of the vocabulary.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,8 +13,11 @@ from typing import Any
 
 import torch
 
+from ktopt.cache.blocks.memory import layer_shapes
 from ktopt.config import CacheSettings, LongContextSettings
 from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.long_context.identity import model_hash
+from ktopt.long_context.kvc2 import KVC2
 from ktopt.long_context.room import check_room, with_answer
 from ktopt.long_context.statistics import SessionStatistics
 from ktopt.runtime.decoding import Decoder
@@ -31,28 +35,32 @@ class LongContextSession:
     model       a model whose plan has attention that keeps its cache in blocks, as `load_model(mode="long_context")` makes it
     tokenizer   its tokenizer, or None
     progress    called while a prompt is read
+    weights     the files of the model's weights, by which blocks of its prompts are known where `prefix_reuse` is on
 
     `tokens` are those in the cache. KtoptError where the settings can't be, or where a full cache finds no room.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, progress: Progress | None = None, *, weights: str | os.PathLike[str] | None = None
+    ) -> None:
         self.model, self.tokenizer, self.progress = model, tokenizer, progress
         self.attention = [module for module in model.modules() if hasattr(module, "use_long_context")]
         if not self.attention:
             raise KtoptError("this model's attention keeps no cache in blocks: load it with mode='long_context'")
-        long, self.kvc2 = _settings(self.attention[0])
-        self.settings = long
+        long, kvc2 = _settings(self.attention[0])
+        self.settings, self.kvc2 = long, KVC2(self, kvc2)
         self.piece = prompt_piece(model.ktopt_plan) or long.chunk_size
         self.capacity = self._make_room(model, replace(long, chunk_size=self.piece))
         self._decoder = Decoder(model)
+        self._hash = model_hash(model.ktopt_plan, weights, long) if self.kvc2.folder is not None else ""
         self._take_cache()
 
     def _make_room(self, model: Any, long: LongContextSettings) -> int:
         """Have caches hold an answer beside the longest prompt; answers the tokens that they hold."""
         whole = with_answer(long)
-        check_room(model.ktopt_plan, whole, self.kvc2)
+        check_room(model.ktopt_plan, whole, self.kvc2.settings)
         for module in self.attention:
-            module.use_long_context(whole, self.kvc2)
+            module.use_long_context(whole, self.kvc2.settings)
         held, _ = _settings(self.attention[0])
         return int(held.max_seq_len)
 
@@ -61,6 +69,25 @@ class LongContextSession:
         self.tokens = torch.empty(1, 0, dtype=torch.long)
         self.statistics = SessionStatistics()
         self._logits_1V: torch.Tensor | None = None
+        self.prefixes = self._open_prefixes()
+
+    def _open_prefixes(self) -> Any:
+        """What begins a context with blocks of an earlier one; None without prefix_reuse."""
+        if self.kvc2.folder is None:
+            return None
+        kept = [shape for shape in layer_shapes(self.model.config.to_dict()) if shape is not None]
+        if any(shape.window is not None for shape in kept):
+            raise KtoptError("`prefix_reuse` isn't for models with sliding windows, whose tokens are in no blocks: write false")
+        shape = kept[0]
+        dims = (shape.key_dim, 0 if shape.shared else shape.value_dim)
+        return self.attention[0].prefixes(self.cache, str(self.kvc2.folder), self._hash, shape.rows, dims)
+
+    def _restore(self, ids_1N: torch.Tensor) -> None:
+        """Begin an empty context with what is kept of a prompt."""
+        if self.prefixes is not None and not self.length:
+            found = self.prefixes.restore(ids_1N[0].tolist())
+            self.tokens = ids_1N[:, :found]
+            self.statistics.reused_tokens += found
 
     @property
     def length(self) -> int:
@@ -84,10 +111,11 @@ class LongContextSession:
         self.close()
 
     def _close_cache(self) -> None:
-        if (blocks := self._blocks()) is not None:
+        if (blocks := self.blocks) is not None:
             blocks.close()
 
-    def _blocks(self) -> Any:
+    @property
+    def blocks(self) -> Any:
         """What the cache's layers of blocks have in common; None before the first token."""
         return None if self.cache is None else self.cache.__dict__.get(CACHE)
 
@@ -108,7 +136,9 @@ class LongContextSession:
         if first == 0 and self.length:
             self.reset()
         self._crop(first)
-        return self._read(ids_1N, prompt=True)
+        if first == 0:
+            self._restore(ids_1N)
+        return self._read(ids_1N[:, self.length - first :], prompt=True)
 
     def decode_wrapper(
         self,
@@ -155,6 +185,7 @@ class LongContextSession:
         ids_1N = self._ids(prompt, None)
         self._check_room(ids_1N.shape[1], longest=self.settings.max_seq_len)
         self._check_room(ids_1N.shape[1] + max_new_tokens - 1)
+        self._restore(ids_1N)
         rest = self._rest_of(ids_1N, None)
         logits = self._read(rest, prompt=True) if rest.shape[1] else self._logits_1V
         assert logits is not None
@@ -216,6 +247,8 @@ class LongContextSession:
             self.reset()
             raise
         self.statistics.count(count, time.perf_counter() - start, prompt)
+        if prompt and self.prefixes is not None:
+            self.prefixes.keep(self.tokens[0].tolist())
         assert self._logits_1V is not None
         return self._logits_1V
 
@@ -225,11 +258,8 @@ class LongContextSession:
         return logits_1V
 
     def table(self) -> list[tuple[str, ...]]:
-        """The tiers of the cache as rows of text, the headings first: what each holds, may hold, and was found in. [] before the
-        first token."""
-        blocks = self._blocks()
-        counts = None if blocks is None else blocks.statistics
-        return [] if counts is None else counts.table()
+        """KVC2.table: the tiers of the cache."""
+        return self.kvc2.table()
 
 
 def _settings(attention: Any) -> tuple[LongContextSettings, CacheSettings]:

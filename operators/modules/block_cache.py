@@ -54,6 +54,8 @@ class BlockCache:
         self.layout: BlockLayout | None = None
         self.tile_blocks = max(1, min(TILE_TOKENS // self.tokens, capacity_blocks(self.settings)))
         """Blocks that are unpacked at a time."""
+        self.model_hash = ""
+        """Of the model, where its blocks outlive the session."""
         self._store: BlockStore | None = None
         self._staging: dict[torch.dtype, torch.Tensor] = {}
 
@@ -137,7 +139,7 @@ class BlockCache:
         if memory.disk_path is None or not (needed or memory.prefix_reuse):
             return None
         most = None if memory.disk_size_GB is None else int(memory.disk_size_GB * GIGA)
-        return DiskTier(memory.disk_path, disk_bytes=most, durable=memory.prefix_reuse)
+        return DiskTier(memory.disk_path, model_hash=self.model_hash, disk_bytes=most, durable=memory.prefix_reuse)
 
     def prefetch(self, number: int) -> None:
         """Have a layer's likely blocks, those chosen last for it, brought from disk into memory while another computes."""

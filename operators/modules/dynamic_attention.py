@@ -102,6 +102,15 @@ class KDynamicAttention(Mixed, nn.Module):
             return "a gradient is asked for"
         return "dropout in training" if self.training and getattr(self, "attention_dropout", 0.0) else ""
 
+    def prefixes(self, cache: Any, folder: str, model_hash: str, rows: int, dims: tuple[int, int]) -> Any:
+        """What has an empty cache of one sequence begin with blocks of an earlier prompt (block_prefix.py)."""
+        from ktopt.operators.modules.block_prefix import Prefixes
+
+        return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims)
+
+    def _new_blocks(self) -> BlockCache:
+        return BlockCache(*self.settings, full_layers(self.config))
+
     def cache_layer(self, cache: Any) -> BlockLayer | None:
         """The cache's layer as one that keeps blocks; None where this attention has a window: its cache stays short by itself, and
         grows in place."""
@@ -115,7 +124,7 @@ class KDynamicAttention(Mixed, nn.Module):
         layers = cache.layers
         if self.layer_idx < len(layers) and type(layers[self.layer_idx]) is BlockLayer:
             return layers[self.layer_idx]  # type: ignore[no-any-return]
-        held = block_layer(cache, self.layer_idx, lambda: BlockCache(*self.settings, full_layers(self.config)))
+        held = block_layer(cache, self.layer_idx, self._new_blocks)
         if held is None:
             kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
             _say(self.origin.__name__, f"a cache of another kind ({kind})")

@@ -107,11 +107,16 @@ def middle_blocks(long: LongContextSettings, context: int) -> int:
     return max(0, -(-(context - sink_blocks(block) * block - long.local_windows_len - block) // block))
 
 
+def most_middle(long: LongContextSettings) -> int:
+    """The most that M can come to be, for which anchors and index have room."""
+    return max(1, capacity_blocks(long) - sink_blocks(long.block_size) - long.local_windows_len // long.block_size)
+
+
 def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context: int) -> CacheBytes:
     """What layers of these shapes take, under settled settings, when they have seen `context` tokens and have room for
     `max_seq_len`."""
     windows = anchors = index = blocks = 0
-    block, middle, capacity = long.block_size, middle_blocks(long, context), capacity_blocks(long)
+    block, middle, most = long.block_size, middle_blocks(long, context), most_middle(long)
     near = "F16" if (long.kv_type or "Q8_0") in QUANTISED else KIND_OF[str(long.kv_type)]
     kept = [shape for shape in shapes if shape.window is None]
     for shape in shapes:
@@ -121,10 +126,10 @@ def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context
     for number, shape in enumerate(kept):
         windows += (standing + SLACK_TOKENS + sink_blocks(block) * block) * shape.token_bytes(near)
         blocks += middle * shape.rows * block_layout(shape, long).nbytes
-        index += capacity * shape.rows * PART_INDEX_BYTES + middle * shape.rows * SLOT_INDEX_BYTES
+        index += most * shape.rows * PART_INDEX_BYTES + middle * shape.rows * SLOT_INDEX_BYTES
         if number >= long.dense_layer_num and (number - long.dense_layer_num) % long.layer_step == 0:
             each = anchor_bytes(long.anchor_type, long.anchor_num or 1, block, shape.key_dim)
-            anchors += capacity * shape.rows * each
+            anchors += most * shape.rows * each
     moment = standing + long.chunk_size + tile_blocks(long) * block
     return CacheBytes(windows, max((moment * shape.token_bytes(near) for shape in kept), default=0), anchors, index, blocks)
 
