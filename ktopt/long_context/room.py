@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ktopt.cache.blocks.memory import GB, CacheBytes, cache_bytes, layer_shapes, tiers
+from ktopt.cache.blocks.memory import GB, CacheBytes, cache_bytes, in_words, layer_shapes, tiers
 from ktopt.config import CacheSettings, LongContextSettings, settle
 from ktopt.diagnostics import KtoptError
 from ktopt.placement import device_kind
@@ -44,7 +44,7 @@ def _check_disk(worst: int, kvc2: CacheSettings, long: LongContextSettings) -> N
     if worst > allowed:
         limit = "are free there" if allowed == free else "it may take (`disk_size_GB`)"
         raise KtoptError(
-            f"`disk_path: {kvc2.disk_path}`: a cache of {long.max_seq_len} tokens may put {worst / GB:.2f} GB there, and "
-            f"{allowed / GB:.2f} GB {limit}: raise `cpu_memory_size_GB`, choose another folder, or a smaller `kv_type` or "
+            f"`disk_path: {kvc2.disk_path}`: a cache of {long.max_seq_len} tokens may put {in_words(worst)} there, and "
+            f"{in_words(allowed)} {limit}: raise `cpu_memory_size_GB`, choose another folder, or a smaller `kv_type` or "
             "`max_seq_len`"
         )

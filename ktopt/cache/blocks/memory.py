@@ -172,8 +172,8 @@ def tiers(cache: CacheBytes, kvc2: CacheSettings, *, kind: str, device_bytes: in
     if cache.always - there > (host_budget if on_cpu else 0):
         have = least + host_budget * on_cpu
         raise KtoptError(
-            f"what of the cache must lie in memory takes {cache.always / GB:.2f} GB (first block, local window, a prompt's chunk, "
-            f"anchors, index), and it may take {have / GB:.2f} GB there: raise `gpu_memory_size_GB`"
+            f"what of the cache must lie in memory takes {in_words(cache.always)} (first block, local window, a prompt's chunk, "
+            f"anchors, index), and it may take {in_words(have)} there: raise `gpu_memory_size_GB`"
             + " or `cpu_memory_size_GB`" * on_cpu
             + ", or make `local_windows_len` or `chunk_size` less"
         )
@@ -183,8 +183,8 @@ def tiers(cache: CacheBytes, kvc2: CacheSettings, *, kind: str, device_bytes: in
     left = cache.blocks - first - second
     if left and kvc2.disk_path is None:
         raise KtoptError(
-            f"{left / GB:.2f} GB of the cache don't fit into the {least / GB:.2f} GB of the device and the {host_budget / GB:.2f} "
-            "GB of main memory that it may take: raise `cpu_memory_size_GB`, write `disk_path`, or a smaller `kv_type` or "
+            f"{in_words(left)} of the cache don't fit into the {in_words(least)} of the device and the {in_words(host_budget)} "
+            "of main memory that it may take: raise `cpu_memory_size_GB`, write `disk_path`, or a smaller `kv_type` or "
             "`max_seq_len`"
         )
     return TierBytes(there + first, host + second, left)
@@ -195,3 +195,8 @@ def device_budget(kvc2: CacheSettings, device_bytes: int | None) -> int | None:
     if kvc2.gpu_memory_size_GB is not None:
         return int(kvc2.gpu_memory_size_GB * GB * kvc2.utilization_percentage)
     return None if device_bytes is None else int(device_bytes * kvc2.utilization_percentage)
+
+
+def in_words(count: int) -> str:
+    """Bytes for a message: "1.30 GB", "2.5 MB"."""
+    return f"{count / GB:.2f} GB" if count >= GB // 10 else f"{count / 1e6:.1f} MB"
