@@ -178,17 +178,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert (q.dtype, keys.dtype, values.dtype) == (*self.dtypes, self.dtypes[1])
         assert keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
         indptr, indices, last = (buffer.tolist() for buffer in self.buffers)
-        made = torch.empty(q.shape, dtype=torch.float64)
-        sums = torch.empty(q.shape[:2], dtype=torch.float64)
-        for b in range(len(q)):
-            pages = indices[indptr[b] : indptr[b + 1]]
-            assert min(pages) >= 0
+        made, sums = [], []
+        for b, query in enumerate(q.cpu().double().unflatten(1, (kv_heads, -1))):
+            pages = torch.tensor(indices[indptr[b] : indptr[b + 1]])
+            assert int(pages.min()) >= 0
             tokens = (len(pages) - 1) * self.page_size + last[b]
-            for head in range(heads):
-                own = head // (heads // kv_heads)
-                k, v = (cache[pages, :, own].flatten(0, 1)[:tokens].double() for cache in (keys, values))
-                scores = k @ q[b, head].double() * self.scale
-                made[b, head] = scores.softmax(-1) @ v
-                sums[b, head] = scores.logsumexp(-1) / math.log(2)
-        result = made.to(q.dtype)
-        return (result, sums.float()) if return_lse else result
+            k, v = (cache[pages].flatten(0, 1)[:tokens].cpu().double().transpose(0, 1) for cache in (keys, values))
+            scores = query @ k.mT * self.scale  # of each KV head its query heads'
+            made.append((scores.softmax(-1) @ v).flatten(0, 1))
+            sums.append((scores.logsumexp(-1) / math.log(2)).flatten())
+        result = torch.stack(made).to(q)
+        return (result, torch.stack(sums).float().to(q.device)) if return_lse else result

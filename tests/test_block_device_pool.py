@@ -42,13 +42,12 @@ class Cache:
             for block in range(BLOCKS):
                 self.raw[layer, block] = pack(torch.randn(ROWS, T, D), torch.randn(ROWS, T, D), self.layout)
                 self.store.put(layer, block, self.raw[layer, block])
-        staged = 2 * max(1, device_pool.STAGED_BYTES // self.layout.nbytes) * self.layout.nbytes
         self.pool = DevicePool(
             self.layout,
             LAYERS,
             ROWS,
             BLOCKS,
-            nbytes=slots * 2 * T * D * 2 + staged,
+            nbytes=slots * 2 * T * D * 2 + device_pool.unpacking_bytes(self.layout, LAYERS * ROWS * BLOCKS),
             device=CPU,
             unpack=partial(halves, layout=self.layout),
             fetch_blocks=fetch_blocks,
@@ -155,7 +154,7 @@ def test_a_failing_read_leaves_the_pool_as_it_was() -> None:
 
 
 def test_a_pool_that_does_not_hold_a_step_is_refused_with_the_numbers() -> None:
-    with pytest.raises(KtoptError, match=r"needs 0\.0 MB on cpu, 4 blocks of 2 rows .* raise gpu_memory_size_GB"):
+    with pytest.raises(KtoptError, match=r"needs 0\.\d MB on cpu, for 4 blocks of 2 rows .* raise gpu_memory_size_GB"):
         Cache(slots=7)
     cache = Cache(slots=8)
     with pytest.raises(KtoptError, match="don't fit into the 8 slots"):

@@ -59,11 +59,12 @@ def refuses(device: torch.device, key_dim: int, value_dim: int, dtype: torch.dty
 
 def refuses_part(device: torch.device, part: SlotSegments | CacheSegments, value_dim: int) -> str:
     """Why FlashInfer can't compute attention to this part of a context, or ""."""
+    latents = "it takes no values that are parts of keys (latents)"
     if isinstance(part, SlotSegments):
-        return refuses(device, part.key_dim, value_dim, part.pool_SN.dtype)
+        return refuses(device, part.key_dim, value_dim, part.pool_SN.dtype) if part.stored_value_dim else latents
     keys, values = part.keys_RCD, part.values_RCV
     if values is None:
-        return "it takes no values that are parts of keys (latents)"
+        return latents
     if keys.stride() != values.stride() or keys.stride()[1:] != (keys.shape[2], 1) or keys.stride(0) % keys.shape[2]:
         return "keys and values of the window lie in memory in different ways"
     return refuses(device, keys.shape[2], value_dim, keys.dtype)

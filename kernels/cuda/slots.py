@@ -29,7 +29,7 @@ def halves(blocks_SB: torch.Tensor, layout: BlockLayout, dtype: torch.dtype = to
 class SlotSegments:
     """Blocks that each row attends to: `slots` (R, K), int32 or int64, on the pool's device.
 
-    pool    (S, T * (D + V)), contiguous: a block's keys, then its values
+    pool    (S, T * (D + V)), contiguous: a block's keys, then its values; of latents (S, T * D)
     hidden  (R, K) int64 on the CPU: how many of a block's first tokens aren't seen (padding). A block of which none is seen may
             have the slot -1
     """
@@ -46,18 +46,25 @@ class SlotSegments:
         return int(self.slots_RK.shape[1]) * self.block_tokens
 
     @property
-    def value_dim(self) -> int:
+    def stored_value_dim(self) -> int:
+        """V; 0 where values are the first numbers of their keys."""
         return int(self.pool_SN.shape[1]) // self.block_tokens - self.key_dim
 
     def numbers(self, value_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys (R, K * T, D), values (R, K * T, V) and which are seen (R, K * T)."""
-        if self.value_dim != value_dim:
-            raise ValueError(f"slots have values of {self.value_dim} numbers, and {value_dim} are wanted")
+        stored = self.stored_value_dim
+        if stored not in (0, value_dim) or value_dim > self.key_dim + stored:
+            raise ValueError(f"slots have values of {stored or self.key_dim} numbers, and {value_dim} are wanted")
         rows, count = self.slots_RK.shape
-        taken = self.pool_SN[self.slots_RK.long().clamp(min=0)].view(rows, count, self.block_tokens * (self.key_dim + value_dim))
-        keys, values = taken.split([self.block_tokens * self.key_dim, self.block_tokens * value_dim], 2)
+        taken = self.pool_SN[self.slots_RK.long().clamp(min=0)].view(rows, count, self.pool_SN.shape[1])
+        keys, values = (
+            part.reshape(rows, self.tokens, dim)
+            for part, dim in zip(
+                taken.split([self.block_tokens * self.key_dim, self.block_tokens * stored], 2), (self.key_dim, stored), strict=True
+            )
+        )
         seen = torch.ones(rows, self.tokens, dtype=torch.bool, device=device)
         if self.hidden_RK is not None:
             place = torch.arange(self.block_tokens, device=device)
             seen = (place >= self.hidden_RK.to(device)[..., None]).flatten(1)
-        return keys.reshape(rows, self.tokens, self.key_dim), values.reshape(rows, self.tokens, value_dim), seen
+        return keys, values if stored else keys[..., :value_dim], seen

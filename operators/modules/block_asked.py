@@ -42,14 +42,15 @@ class Asked:
         batch, heads, queries, dim = self._queries_BNQD.shape
         asked_RQD = self._queries_BNQD.reshape(rows, -1, dim)
         sums_RQ1 = self._log_sums_BNQ.reshape(rows, -1, 1)
-        own_Q1 = torch.arange(self.end - queries, self.end).repeat(heads * batch // rows).unsqueeze(1)
-        found = torch.empty(rows, count)
+        device = keys_RXD.device
+        own_Q1 = torch.arange(self.end - queries, self.end, device=device).repeat(heads * batch // rows).unsqueeze(1)
+        found = torch.empty(rows, count, device=device)
         step = max(1, SCORES // (rows * asked_RQD.shape[1]))
         for at in range(0, count, step):
             keys = keys_RXD[:, at : at + step].float()
             weights = (asked_RQD @ keys.mT).mul_(scale).sub_(sums_RQ1)
-            position_X = torch.arange(first + at, first + at + keys.shape[1])
-            if int(position_X[-1]) > self.end - queries:
+            position_X = torch.arange(first + at, first + at + keys.shape[1], device=device)
+            if first + at + keys.shape[1] - 1 > self.end - queries:
                 weights.masked_fill_(position_X > own_Q1, float("-inf"))
             if starts_R is not None:
                 weights.masked_fill_(position_X < starts_R[:, None, None], float("-inf"))

@@ -7,10 +7,13 @@ numbers of a key, V of a value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from ktopt.kernels.blocks import BlockSegments, Segments, attend, merge
+from ktopt.kernels.blocks import BlockSegments, CacheSegments, Segments, attend, merge
 from ktopt.operators.modules.block_choice import Choice, choose
+from ktopt.operators.modules.block_device import BlockDevice
 from ktopt.operators.modules.block_layer import BlockLayer
 from ktopt.operators.modules.block_reading import Part, read
 
@@ -67,6 +70,8 @@ def decode(held: BlockLayer, query_BN1D: torch.Tensor) -> torch.Tensor:
 def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor | None) -> Part:
     """Attention to the sink, the window and chosen blocks, or all: (R, H, V) and (R, H)."""
     ends, store = _ends(held), held.shared.store
+    if held.shared.gpu is not None:
+        return _attend_on_gpu(held, held.shared.gpu, q_RHD, ends, picks_RK)
     if picks_RK is not None:
         return _attend(held, q_RHD, [*ends, _picked(held, picks_RK, store.fetch(held.number, picks_RK))])
     all_RM = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
@@ -80,7 +85,19 @@ def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor
     return merge(parts)
 
 
-def _attend(held: BlockLayer, q_RHD: torch.Tensor, segments: list[Segments]) -> Part:
+def _attend_on_gpu(
+    held: BlockLayer, gpu: BlockDevice, q_RHD: torch.Tensor, ends: list[CacheSegments], picks_RK: torch.Tensor | None
+) -> Part:
+    """The same on a GPU, whose pool may not hold all blocks at once."""
+    if picks_RK is None:
+        picks_RK = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
+    first, *others = picks_RK.split(gpu.most_blocks, dim=1)
+    parts = [gpu.attend(q_RHD, [*ends, gpu.picked(held.number, first, held.hidden(first))], held.scale)]
+    parts += [gpu.attend(q_RHD, [gpu.picked(held.number, some, held.hidden(some))], held.scale) for some in others]
+    return merge(parts)
+
+
+def _attend(held: BlockLayer, q_RHD: torch.Tensor, segments: Sequence[Segments]) -> Part:
     layout = held.shared.layout
     assert layout is not None
     return attend(q_RHD.contiguous(), segments, value_dim=layout.value_dim, scale=held.scale)
@@ -91,7 +108,7 @@ def _picked(held: BlockLayer, picks_RK: torch.Tensor, addresses_RK: torch.Tensor
     return BlockSegments(held.shared.layout, addresses_RK, held.hidden(picks_RK))
 
 
-def _ends(held: BlockLayer) -> list[Segments]:
+def _ends(held: BlockLayer) -> list[CacheSegments]:
     """The sink and the window."""
     window, sink, gone = held.window, held.sink, held.gone * held.shared.tokens
     assert window is not None

@@ -18,6 +18,7 @@ from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
 from ktopt.diagnostics import KtoptError
+from ktopt.operators.modules.block_device import BlockDevice, pool_bytes
 from ktopt.operators.modules.block_window import SLACK_TOKENS
 from ktopt.weights.ggml_types import BY_NAME
 
@@ -57,6 +58,8 @@ class BlockCache:
         self.model_hash = ""
         """Of the model, where its blocks outlive the session."""
         self._store: BlockStore | None = None
+        self.device = torch.device("cpu")
+        self.gpu: BlockDevice | None = None
         self._staging: dict[torch.dtype, torch.Tensor] = {}
 
     @cached_property
@@ -80,8 +83,9 @@ class BlockCache:
 
     @property
     def statistics(self) -> CacheStatistics | None:
-        """Of the store; None before the first token."""
-        return None if self._store is None else self._store.statistics
+        """Of the store and a GPU's pool; None before the first token."""
+        counts = None if self._store is None else self._store.statistics
+        return counts if counts is None or self.gpu is None else self.gpu.counted(counts)
 
     def leads(self, number: int) -> bool:
         """Whether a layer chooses blocks, for itself or for others too."""
@@ -97,36 +101,72 @@ class BlockCache:
         """Whether a layer attends to everything."""
         return number < self.settings.dense_layer_num
 
-    def open(self, rows: int, key_dim: int, value_dim: int, *, shared: bool = False) -> None:
+    def open(self, rows: int, key_dim: int, value_dim: int, *, shared: bool = False, device: torch.device | None = None) -> None:
         """Take memory for so many rows. KtoptError where the budgets don't hold what a step needs, or where layers differ."""
+        device = self.device if device is None else device
         layout = BlockLayout(self.tokens, key_dim, value_dim, self._kind(key_dim, value_dim), shared)
         if self._store is not None:
             if (layout, rows) != (self.layout, self._store.rows):
                 raise KtoptError(
                     f"layers of one cache keep blocks of one size: {self._store.rows} rows of {self.layout}, not {rows} of {layout}"
                 )
+            if device != self.device:
+                raise KtoptError(f"layers of one cache of blocks are on one device: {self.device}, not {device}")
             return
         reserved = self._reserved_bytes(rows, layout)
         blocks = self.most_middle
         each = rows * (layout.nbytes + PART_BYTES)
         whole = len(self.indices) * blocks * each + reserved
-        device, host = budgets(self.memory, whole)
-        on_device = min(device, reserved)
-        together = (device + host - reserved) // (2 * each)
-        self.tile_blocks = max(1, min(self.tile_blocks, together))
+        if device.type != "cpu":
+            self._open_on_gpu(layout, rows, device, whole - reserved, reserved)
+            return
+        device_bytes, host = budgets(self.memory, whole)
+        on_device = min(device_bytes, reserved)
+        self._limit_tiles((device_bytes + host - reserved) // (2 * each))
         self._store = BlockStore(
             layout,
             len(self.indices),
             rows,
             blocks,
-            device_bytes=device,
+            device_bytes=device_bytes,
             host_bytes=host,
-            disk=self._disk(device + host < whole),
+            disk=self._disk(device_bytes + host < whole),
             device_reserved_bytes=on_device,
             host_reserved_bytes=reserved - on_device,
             fetch_blocks=max(self.tile_blocks, min(self.settings.second_select_num, blocks)),
         )
         self.layout = layout
+
+    def _open_on_gpu(self, layout: BlockLayout, rows: int, device: torch.device, whole: int, reserved: int) -> None:
+        """All blocks, packed, in main memory and on disk, and copies of what is attended to on the device, beside anchors and
+        windows."""
+        blocks, memory = self.most_middle, self.memory
+        select = min(self.settings.second_select_num, blocks)
+        copies = reserved + pool_bytes(layout, len(self.indices) * rows * blocks)
+        budget = gpu_budget(memory, device, copies)
+        if memory.gpu_only and budget < copies:
+            raise KtoptError(
+                f"gpu_only wants all blocks on {device}: with anchors and windows they take {copies / GIGA:.2f} GB, and "
+                f"{budget / GIGA:.2f} GB are for them. Raise gpu_memory_size_GB, or lower max_seq_len"
+            )
+        host = whole if memory.gpu_only else min(whole, int(memory.cpu_memory_size_GB * GIGA))
+        self._limit_tiles(host // (2 * rows * (layout.nbytes + PART_BYTES)))
+        store = BlockStore(
+            layout,
+            len(self.indices),
+            rows,
+            blocks,
+            device_bytes=0,
+            host_bytes=host,
+            disk=self._disk(host < whole),
+            fetch_blocks=max(self.tile_blocks, select),
+        )
+        self.gpu = BlockDevice(store, device, budget - reserved, select)
+        self._limit_tiles(self.gpu.most_blocks)
+        self._store, self.layout, self.device = store, layout, device
+
+    def _limit_tiles(self, blocks: int) -> None:
+        self.tile_blocks = max(1, min(self.tile_blocks, blocks))
 
     @property
     def most_middle(self) -> int:
@@ -174,7 +214,7 @@ class BlockCache:
         held = self._staging.get(dtype)
         if held is None or held.numel() < numbers:
             with torch.inference_mode(False):
-                held = self._staging[dtype] = torch.empty(numbers, dtype=dtype)
+                held = self._staging[dtype] = torch.empty(numbers, dtype=dtype, device=self.device)
         return held[:numbers]
 
     def check_room(self, seen: int, tokens: int) -> None:
@@ -189,13 +229,16 @@ class BlockCache:
     def forget_cropped(self) -> None:
         """Let the store forget blocks that no layer counts any more."""
         if self._store is not None:
-            self._store.truncate(max((layer.middle for layer in self.layers.values()), default=0))
+            blocks = max((layer.middle for layer in self.layers.values()), default=0)
+            self._store.truncate(blocks)
+            if self.gpu is not None:
+                self.gpu.pool.truncate(blocks)
 
     def close(self) -> None:
         """Give memory and files back."""
         if self._store is not None:
             self._store.close()
-            self._store = None
+            self._store = self.gpu = None
 
     def __deepcopy__(self, memo: Any) -> BlockCache:
         raise KtoptError("a cache of blocks can't be copied: read the prompt again, or take tokens back with crop()")
@@ -217,6 +260,15 @@ def budgets(memory: CacheSettings, whole: int) -> tuple[int, int]:
     else:
         device_bytes = min(whole, int(device * GIGA * memory.utilization_percentage))
     return device_bytes, 0 if memory.gpu_only else min(whole - device_bytes, int(memory.cpu_memory_size_GB * GIGA))
+
+
+def gpu_budget(memory: CacheSettings, device: torch.device, whole: int) -> int:
+    """Bytes of a GPU for a cache that takes `whole` there at most: by default what is free."""
+    if memory.gpu_memory_size_GB is not None:
+        most = int(memory.gpu_memory_size_GB * GIGA)
+    else:
+        most = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else whole
+    return min(whole, int(most * memory.utilization_percentage))
 
 
 @lru_cache(maxsize=64)

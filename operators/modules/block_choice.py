@@ -47,7 +47,7 @@ def choose(held: BlockLayer, q_RHD: torch.Tensor) -> torch.Tensor | None:
     last = shared.picks.get(group)
     if last is None or step % (settings.token_step or 1) == 0:
         _look_at_prompt(held)
-        shared.picks[group] = last = _best(held, q_RHD, settings.second_select_num, _allowed(held))
+        shared.picks[group] = last = _best(held, q_RHD, settings.second_select_num, _allowed(held)).cpu()
     return last
 
 
@@ -61,7 +61,7 @@ def choose_for_prompt(held: BlockLayer, q_BSND: torch.Tensor, position: int) -> 
         _batch, tokens, _, dim = q_BSND.shape
         at = torch.linspace(0, tokens - 1, min(SAMPLE, tokens)).round().long()
         q_RHD = q_BSND[:, at].transpose(1, 2).reshape(held.rows, -1, dim)
-        picks[position] = _best(held, q_RHD, settings.second_select_num, None)
+        picks[position] = _best(held, q_RHD, settings.second_select_num, None).cpu()
     return picks[position]
 
 
@@ -99,7 +99,7 @@ def _best_of_padded(
     """The same where sequences begin with padding: no block of that alone, but the first with a token, a padded sequence's sink."""
     assert held.anchors is not None
     tokens, sinks = held.shared.tokens, held.shared.sinks
-    block_M = torch.arange(held.middle)
+    block_M = torch.arange(held.middle, device=starts_R.device)
     first_R1 = (starts_R // tokens - sinks).unsqueeze(1)
     real_RM = block_M >= first_R1
     allowed_RM = real_RM if allowed_RM is None else real_RM & allowed_RM
@@ -155,7 +155,7 @@ def _preselected(held: BlockLayer, importance_RN: torch.Tensor) -> torch.Tensor:
         together = importance_RN.unflatten(0, (-1, heads)).sum(1, keepdim=True)
         importance_RN = together.expand(-1, heads, -1).flatten(0, 1)
     sums = torch.nn.functional.pad(importance_RN.double().cumsum(1), (1, 0))
-    begin_M = (held.shared.sinks + torch.arange(held.middle)) * tokens
+    begin_M = (held.shared.sinks + torch.arange(held.middle, device=sums.device)) * tokens
     first_M, end_M = (begin_M - tokens // 4).clamp(min=0), (begin_M + tokens + tokens // 4).clamp(max=importance_RN.shape[1])
     pooled_RM = (sums[:, end_M] - sums[:, first_M]) / (end_M - first_M)
     best = pooled_RM.topk(settings.preselect_block_count, dim=1).indices

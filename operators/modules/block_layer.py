@@ -86,7 +86,7 @@ class BlockLayer(DynamicLayer):
             return
         shared, long = self.shared, self.shared.settings
         key_dim, value_dim = dims
-        shared.open(batch * heads, key_dim, value_dim)
+        shared.open(batch * heads, key_dim, value_dim, device=device)
         least = long.local_windows_len + shared.tokens
         self.window = Window(batch, heads, dims, shared.window_dtype, device, least, shared.staging)
         self.device, self.dtype = device, shared.window_dtype
@@ -95,7 +95,13 @@ class BlockLayer(DynamicLayer):
             self.sink = Zone([torch.empty(*shape, dim, dtype=self.dtype, device=device) for dim in dims])
             if self.leads:
                 self.anchors = Anchors(
-                    long.anchor_type, long.anchor_num or 1, self.rows, shared.store.max_blocks, shared.tokens, key_dim
+                    long.anchor_type,
+                    long.anchor_num or 1,
+                    self.rows,
+                    shared.store.max_blocks,
+                    shared.tokens,
+                    key_dim,
+                    device=device,
                 )
         self.is_initialized = True
 
@@ -135,7 +141,7 @@ class BlockLayer(DynamicLayer):
             self.anchors.add(keys_RXD.unflatten(1, (count, tokens)).float(), self._importance(keys_RXD, count))
         for at in range(0, count * tokens, tokens):
             keys, values = keys_RXD[:, at : at + tokens], values_RXV[:, at : at + tokens]
-            shared.store.put(self.number, self.middle, pack(keys, values, shared.layout))
+            shared.store.put(self.number, self.middle, pack(keys, values, shared.layout).cpu())
             self.gone += 1
         window.drop(count * tokens)
 
@@ -157,7 +163,7 @@ class BlockLayer(DynamicLayer):
         starts_R, tokens = self.starts_R, self.shared.tokens
         if starts_R is None:
             return None
-        return (starts_R[:, None] - (self.shared.sinks + picks_RK.long()) * tokens).clamp(0, tokens)
+        return (starts_R.cpu()[:, None] - (self.shared.sinks + picks_RK.long()) * tokens).clamp(0, tokens)
 
     @property
     def starts_R(self) -> torch.Tensor | None:
@@ -167,10 +173,16 @@ class BlockLayer(DynamicLayer):
 
     def blocks(self, first: int, end: int, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Middle blocks [first, end) as keys (R, N, D) and values (R, N, V)."""
-        shared = self.shared
+        return self.unpacked(torch.arange(first, end, dtype=torch.int32).expand(self.rows, -1).contiguous(), dtype)
+
+    def unpacked(self, picks_RK: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Middle blocks, one after another, as keys (R, N, D) and values (R, N, V)."""
+        shared, dtype = self.shared, dtype or self.shared.window_dtype
         assert shared.layout is not None
-        picks = torch.arange(first, end, dtype=torch.int32).expand(self.rows, -1).contiguous()
-        return unpack(shared.store.fetch(self.number, picks), shared.layout, dtype or shared.window_dtype)
+        if shared.gpu is not None:
+            keys, values = shared.gpu.unpacked(self.number, picks_RK)
+            return keys.to(dtype), values.to(dtype)
+        return unpack(shared.store.fetch(self.number, picks_RK), shared.layout, dtype)
 
     def prefetch(self, first: int, end: int) -> None:
         """Have blocks [first, end), as far as they are there, brought into memory while others are read."""

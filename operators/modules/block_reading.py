@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ktopt.kernels.blocks import attend_tile, merge, unpack
+from ktopt.kernels.blocks import attend_tile, merge
 from ktopt.operators.modules.block_choice import choose_for_prompt
 from ktopt.operators.modules.block_layer import BlockLayer
 
@@ -63,9 +63,8 @@ class _Piece:
         return torch.stack(outs), torch.stack(sums)
 
     def _meet_picks(self, picks_RK: torch.Tensor) -> None:
-        held, shared = self.held, self.held.shared
-        assert shared.layout is not None
-        keys, values = unpack(shared.store.fetch(held.number, picks_RK), shared.layout, shared.window_dtype)
+        held = self.held
+        keys, values = held.unpacked(picks_RK)
         hidden_R = held.hidden(picks_RK)  # padding, all of it before what is seen, and as much for all heads of a sequence
         hidden = [0] * len(self.starts) if hidden_R is None else hidden_R.sum(1).unflatten(0, (len(self.starts), -1))[:, 0].tolist()
         self._meet(keys, values, hidden)

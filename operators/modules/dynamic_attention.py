@@ -94,8 +94,8 @@ class KDynamicAttention(Mixed, nn.Module):
             return "there is no cache"
         if args:
             return "arguments given by position"
-        if isinstance(x, FakeTensor) or not x.is_cpu:
-            return "an input that isn't in this machine's memory"
+        if isinstance(x, FakeTensor) or not (x.is_cpu or x.is_cuda):
+            return "an input on a device that is neither the CPU nor an NVIDIA GPU"
         if self.config._attn_implementation != NAME:
             return f"the attention implementation {self.config._attn_implementation}"
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):

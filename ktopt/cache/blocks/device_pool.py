@@ -24,8 +24,10 @@ from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.cache.blocks.statistics import megabytes
 from ktopt.diagnostics import KtoptError
 
-STAGED_BYTES = 8 << 20
+STAGED_BYTES = 2 << 20
 """What is copied to the device at a time. There are two such buffers: one is filled while the other is copied."""
+UNPACKING = 12
+"""What a part's bytes take on the device while they are unpacked, in times of them: float32 twice, and halves twice."""
 NOWHERE = -1
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
@@ -73,13 +75,14 @@ class DevicePool:
         numbers = slot_numbers(layout)
         self._slot_bytes = numbers * dtype.itemsize
         parts = layers * rows * max_blocks
-        self.slots = min((nbytes - 2 * self._staged * layout.nbytes) // self._slot_bytes, parts)
+        self._staged = staged(layout, parts)
+        self.slots = min((nbytes - unpacking_bytes(layout, parts)) // self._slot_bytes, parts)
         step = rows * min(fetch_blocks, max_blocks)
         if self.slots < step:
             raise KtoptError(
-                f"one layer's step needs {megabytes(step * self._slot_bytes)} on {device}, {fetch_blocks} blocks of {rows} rows "
-                f"unpacked, and there is {megabytes(max(nbytes, 0))} for it, buffers included: raise gpu_memory_size_GB, or select "
-                "fewer blocks"
+                f"one layer's step needs {megabytes(step * self._slot_bytes + unpacking_bytes(layout, parts))} on {device}, for "
+                f"{fetch_blocks} blocks of {rows} rows unpacked, and there is {megabytes(max(nbytes, 0))} for it: raise "
+                "gpu_memory_size_GB, or select fewer blocks"
             )
         with torch.inference_mode(False):
             self.pool_SN = torch.zeros(self.slots, numbers, dtype=dtype, device=device)
@@ -91,11 +94,6 @@ class DevicePool:
         self._used_S = np.zeros(self.slots, dtype=np.int64)
         self._now = 0
         self._counts = PoolStatistics()
-
-    @property
-    def _staged(self) -> int:
-        """Parts that are copied at a time."""
-        return max(1, STAGED_BYTES // self.layout.nbytes)
 
     def bring(self, layer: int, picks_RK: torch.Tensor, fetch: Fetch) -> torch.Tensor:
         """Slots (R, K) int32, on the device, of what each row of a layer has picked (on the CPU). They hold until the next call.
@@ -169,6 +167,16 @@ class DevicePool:
         return slots_S
 
 
+def staged(layout: BlockLayout, parts: int) -> int:
+    """How many of so many parts are copied at a time."""
+    return max(1, min(STAGED_BYTES // layout.nbytes, parts))
+
+
+def unpacking_bytes(layout: BlockLayout, parts: int) -> int:
+    """What a pool for so many parts takes of its device beside the slots."""
+    return UNPACKING * staged(layout, parts) * layout.nbytes
+
+
 def slot_numbers(layout: BlockLayout) -> int:
     """N: of latents, keys alone."""
     return layout.tokens * (layout.key_dim + (0 if layout.shared else layout.value_dim))
@@ -195,8 +203,8 @@ class _Copies:
 
     @contextmanager
     def of(self, addresses_S: NDArray[np.int64]) -> Iterator[torch.Tensor]:
-        """The bytes at these addresses on the device, uint8 (S, B). Work on them goes to the stream of copies, after what the current
-        stream has been given: that may still read the slots that are filled anew."""
+        """The bytes at these addresses on the device, uint8 (S, B). Work on them goes to the stream of copies, after what the
+        current stream has been given: that may still read the slots that are filled anew."""
         self._turn = 1 - self._turn
         if (done := self._done[self._turn]) is not None:
             done.synchronize()
