@@ -438,7 +438,10 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-@pytest.mark.parametrize("command", [["check"], ["plan"], ["why", "model.layers.3.mlp.up_proj"], ["graph"]])
+@pytest.mark.parametrize("command", [
+    ["check"], ["plan"], ["why", "model.layers.3.mlp.up_proj"], ["graph"],
+    ["plan", "--mode", "long_context", "--context", "139264"],
+])  # fmt: skip
 def test_checking_and_planning_a_known_model_import_nothing_heavy(rules: Path, command: list[str]) -> None:
     result = python("-P", "-c", LIGHT, *command, str(rules), *MODEL, cwd=rules.parent)
     assert result.returncode == 0, result.stderr

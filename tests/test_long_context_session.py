@@ -226,3 +226,9 @@ def test_the_article_s_script_runs_with_its_import_lines_changed(
     assert names["input_ids"].shape[1] == 768 == Config("ktopt.yaml").max_seq_len
     assert names["generated"].shape[1] > 768
     assert "Detailed analysis of transformer scaling laws." in capsys.readouterr().out
+
+
+def test_a_context_beyond_what_the_model_was_made_for_is_said_once(session: Any, caplog: pytest.LogCaptureFixture) -> None:
+    session._made_for = 100
+    list(session.generate(prompt(120), 3))
+    assert caplog.text.count("the model was made for 100") == 1

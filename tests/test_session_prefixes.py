@@ -147,3 +147,16 @@ def test_the_folder_holds_no_more_than_its_quota(folder: Path, tmp_path: Path) -
     answer(load_model(folder / "tiny", AS_IT_IS, mode="long_context", config=config)[0].ktopt_session, PROMPT)
     held = sum(file.stat().st_size for file in (tmp_path / "prefixes").iterdir() if file.is_file())
     assert 0 < held <= 500_000
+
+
+def test_blocks_that_can_not_be_kept_are_said_and_the_answer_comes_all_the_same(
+    folder: Path, tmp_path: Path, fresh: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = opened(folder, tmp_path)
+    monkeypatch.setattr(session.prefixes, "keep", raises)
+    assert answer(session, OTHER) == fresh
+    assert "aren't kept for later ones: the disk is full" in caplog.text
+
+
+def raises(*_: Any) -> None:
+    raise KtoptError("the disk is full")

@@ -5,6 +5,7 @@ Legend: N tokens of a prompt, V words of the vocabulary.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,10 @@ from ktopt.long_context.kvc2 import KVC2
 from ktopt.long_context.room import check_room, with_answer
 from ktopt.long_context.statistics import SessionStatistics
 from ktopt.runtime.decoding import Decoder
+from ktopt.runtime.generation import context_tokens
 from ktopt.working_memory import prompt_piece
+
+log = logging.getLogger(__name__)
 
 CACHE = "ktopt_blocks"
 """Where transformers' Cache holds what its layers of blocks have in common."""
@@ -51,7 +55,7 @@ class LongContextSession:
         self.settings, self.kvc2 = long, KVC2(self, kvc2)
         self.piece = prompt_piece(model.ktopt_plan) or long.chunk_size
         self.capacity = self._make_room(model, replace(long, chunk_size=self.piece))
-        self._decoder = Decoder(model)
+        self._decoder, self._made_for = Decoder(model), context_tokens(model)
         self._hash = model_hash(model.ktopt_plan, weights, long) if self.kvc2.folder is not None else ""
         self._take_cache()
 
@@ -81,6 +85,15 @@ class LongContextSession:
         shape = kept[0]
         dims = (shape.key_dim, 0 if shape.shared else shape.value_dim)
         return self.attention[0].prefixes(self.cache, str(self.kvc2.folder), self._hash, shape.rows, dims)
+
+    def _keep(self) -> None:
+        """Keep the context's blocks for later ones. Where they can't be, the log says so, and the context goes on."""
+        if self.prefixes is None:
+            return
+        try:
+            self.prefixes.keep(self.tokens[0].tolist())
+        except KtoptError as error:
+            log.warning("the blocks of this prompt aren't kept for later ones: %s", error)
 
     def _restore(self, ids_1N: torch.Tensor) -> None:
         """Begin an empty context with what is kept of a prompt."""
@@ -225,7 +238,13 @@ class LongContextSession:
         return ids_1N.detach().to("cpu", torch.long)
 
     def _check_room(self, tokens: int, longest: int | None = None) -> None:
-        """KtoptError where a context of so many tokens is more than the cache holds, or than a prompt may have (`longest`)."""
+        """KtoptError where a context of so many tokens is more than the cache holds, or than a prompt may have (`longest`). The
+        log says once where it is more than the model was made for."""
+        if self._made_for is not None and tokens > self._made_for:
+            log.warning(
+                "%d tokens, and the model was made for %d: what it says beyond them may be of no use", tokens, self._made_for
+            )
+            self._made_for = None
         if tokens > min(self.capacity, longest or self.capacity):
             what = f"the prompt has {tokens} tokens" if longest else f"prompt and answer are {tokens} tokens"
             held = f"`max_seq_len` is {self.settings.max_seq_len}, beside {self.settings.max_new_tokens} of an answer"
@@ -247,8 +266,8 @@ class LongContextSession:
             self.reset()
             raise
         self.statistics.count(count, time.perf_counter() - start, prompt)
-        if prompt and self.prefixes is not None:
-            self.prefixes.keep(self.tokens[0].tolist())
+        if prompt:
+            self._keep()
         assert self._logits_1V is not None
         return self._logits_1V
 
