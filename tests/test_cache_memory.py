@@ -11,7 +11,7 @@ import torch
 
 import ktopt
 from ktopt.cache.blocks import memory
-from ktopt.cache.blocks.memory import CacheBytes, LayerShape, cache_bytes, layer_shapes, middle_blocks, tiers
+from ktopt.cache.blocks.memory import CacheBytes, LayerShape, TierBytes, cache_bytes, layer_shapes, middle_blocks, tiers
 from ktopt.cli import main
 from ktopt.config import CacheSettings, Config, LongContextSettings, ModelSettings, settle
 from ktopt.diagnostics import KtoptError
@@ -80,17 +80,18 @@ def test_layers_with_a_sliding_window_keep_that_and_layers_without_attention_not
     assert [shape is not None for shape in following] == [False, False, False, True] * 12
 
 
-def test_a_cache_fills_the_device_then_main_memory_then_the_disk() -> None:
-    cache = bytes_of("llama-2-70b", kv_type="FP16")
+def test_a_gpu_has_copies_of_blocks_which_lie_in_main_memory_and_then_on_disk() -> None:
+    cache = bytes_of("llama-2-70b", kv_type="Q8_0")
+    assert cache.copies == bytes_of("llama-2-70b", kv_type="FP16").blocks
+    here = cache.always - cache.index
     where = tiers(cache, CacheSettings(cpu_memory_size_GB=16, disk_path="d"), kind="cuda", device_bytes=10 * GB)
     assert (where.device, where.host) == (10 * GB, 16 * GB)
-    assert where.device + where.host + where.disk == cache.together
+    assert where.disk == cache.blocks + cache.index - 16 * GB
     named = CacheSettings(gpu_memory_size_GB=20, utilization_percentage=0.5, cpu_memory_size_GB=64)
-    assert tiers(cache, named, kind="cuda", device_bytes=80 * GB).device == 10 * GB
-    unknown = tiers(cache, CacheSettings(cpu_memory_size_GB=64), kind="cuda")
-    assert (unknown.device, unknown.host) == (cache.always, cache.blocks)
-    alone = tiers(cache, CacheSettings(gpu_only=True), kind="cuda", device_bytes=80 * GB)
-    assert (alone.device, alone.host) == (cache.together, 0)
+    assert tiers(cache, named, kind="cuda", device_bytes=80 * GB) == TierBytes(10 * GB, cache.blocks + cache.index, 0)
+    assert tiers(cache, CacheSettings(), kind="cuda").device == here
+    assert tiers(cache, CacheSettings(), kind="cuda", device_bytes=80 * GB).device == here + cache.copies
+    assert tiers(cache, CacheSettings(gpu_only=True), kind="cuda").device == here + cache.copies
 
 
 def test_on_a_cpu_all_of_memory_is_main_memory() -> None:
@@ -104,8 +105,8 @@ def test_on_a_cpu_all_of_memory_is_main_memory() -> None:
 @pytest.mark.parametrize(("settings", "kind", "said"), [
     ({"cpu_memory_size_GB": 0.1, "disk_path": "d"}, "cpu", "it may take 0.10 GB there"),
     ({"gpu_memory_size_GB": 1}, "cuda", "it may take 1.00 GB there: raise `gpu_memory_size_GB`, or make"),
-    ({"gpu_only": True}, "cuda", "don't fit into the 10.00 GB of the device"),
-    ({"cpu_memory_size_GB": 16}, "cuda", "19.96 GB of the cache don't fit .* write `disk_path`"),
+    ({"gpu_only": True}, "cuda", "all blocks in 16 bits, and the cache may take 10.00 GB there: write `gpu_only: false`"),
+    ({"cpu_memory_size_GB": 16}, "cuda", "28.22 GB of the cache's blocks don't fit into the 16.00 GB .* write `disk_path`"),
 ])  # fmt: skip
 def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any], kind: str, said: str) -> None:
     with pytest.raises(KtoptError, match=said):
@@ -147,14 +148,13 @@ def plan() -> Plan:
 def test_the_memory_of_a_plan_has_the_cache_by_tier(plan: Plan) -> None:
     """Llama-3.1-8B keeps 32 layers of 8 heads of 128 numbers."""
     found = {each.device: each for each in working_memory(plan, CONTEXT)}
-    blocks = 1054 * 32 * 8 * 2 * 128 * 256
-    assert sum(each.cache_bytes for each in found.values()) > blocks
+    blocks, index = 1054 * 32 * 8 * 2 * 128 * 256, 32 * 8 * (1055 * 13 + 1054 * 12)
     assert list(found) == ["cpu", "cuda:0", DISK]
     assert found["cpu"].cache_bytes == 16 * GB
-    assert found[DISK].cache_bytes == blocks - 16 * GB
+    assert found[DISK].cache_bytes == blocks + index - 16 * GB
     card = {each.device: each for each in working_memory(plan, CONTEXT, limits={"cuda:0": 24 * GB})}
     assert card["cuda:0"].together == 24 * GB
-    assert DISK not in card
+    assert card[DISK] == found[DISK]
 
 
 def test_a_chunk_that_lets_the_cache_fit_is_found(plan: Plan) -> None:

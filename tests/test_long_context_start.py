@@ -62,7 +62,7 @@ def test_a_disk_size_that_is_too_small_is_refused(tiny: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("kvc2", "long", "said"), [
     ({"cpu_memory_size_GB": 0.0001}, {}, "must lie in memory takes .* and it may take 0.1 MB there"),
-    ({"cpu_memory_size_GB": 0.0015}, {}, "don't fit into .* write `disk_path`"),
+    ({"cpu_memory_size_GB": 0.0015}, {}, "don't fit into the 1.5 MB of main memory .* write `disk_path`"),
     ({}, {"max_seq_len": 64}, "the cache holds 2"),
     ({}, {"anchor_type": "QUEST", "anchor_num": 3}, "`anchor_num: 2`, not 3"),
     ({}, {"kv_type": "Q8_0"}, "Q8_0 keeps 32 numbers together"),
@@ -160,3 +160,12 @@ def test_the_demo_reads_its_prompt_and_shows_the_tiers(smollm2: Path) -> None:
     assert "1,024 of 1,024 tokens" in done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["answer", "prefill", "decode", "tier", "device", "host", "disk"]
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    from ktopt.long_context.room import device_of
+
+    text = 'version: 1\nplace:\n  cpu: "layer in 0..9"\n  "cuda:0": "@**"\nrules: []\n'
+    plan = ktopt.compile(SourceFile("r.yaml", text), "smollm2-135m", mode="long_context")
+    with pytest.raises(KtoptError, match="these are on cpu, cuda:0: place them on one"):
+        device_of(plan)

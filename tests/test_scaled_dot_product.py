@@ -92,7 +92,7 @@ def test_a_cleared_cache_begins_anew() -> None:
     ({"anchor_type": "QUEST"}, "needs `anchor_num: 2`, not 1"),
     ({"anchor_type": "BEST"}, "`anchor_type` must be one of"),
     ({"block_size": 0}, "at least 1, not 0"),
-    ({"device": "cuda:0"}, "not on cuda:0"),
+    ({"device": "mps"}, "has no mps for it"),
     ({"use_attn_sparsity": True}, "use_attn_sparsity"),
     ({"threads_num": 0}, "`threads_num` must be at least 1"),
     ({"preselect_block": True}, "the cache holds 32"),

@@ -26,12 +26,20 @@ def full_cache(plan: Plan, long: LongContextSettings) -> CacheBytes:
     return cache_bytes([shape for shape in kept if shape is not None], long, long.max_seq_len)
 
 
+def device_of(plan: Plan) -> str:
+    """Where a plan's cache of blocks is: on one device. KtoptError where its layers are on several."""
+    devices = dict.fromkeys(step.generate_device for step in plan.steps if keeps_blocks(step))
+    if len(devices) != 1:
+        raise KtoptError(
+            f"layers whose cache is in blocks are on one device in this version, and these are on {', '.join(devices)}: place them "
+            "on one, or map one onto the other (--remap)"
+        )
+    return next(iter(devices))
+
+
 def check_room(plan: Plan, long: LongContextSettings, kvc2: CacheSettings) -> None:
     """KtoptError, with the numbers and what to change, where a full cache fits neither memory nor disk."""
-    devices = [step.generate_device for step in plan.steps if keeps_blocks(step)]
-    if any(device_kind(device) != "cpu" for device in devices):
-        return
-    where = tiers(full_cache(plan, long), kvc2, kind="cpu")
+    where = tiers(full_cache(plan, long), kvc2, kind=device_kind(device_of(plan)))
     if where.disk:
         _check_disk(where.disk, kvc2, long)
 

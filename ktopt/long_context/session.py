@@ -19,7 +19,7 @@ from ktopt.config import CacheSettings, LongContextSettings
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.long_context.identity import model_hash
 from ktopt.long_context.kvc2 import KVC2
-from ktopt.long_context.room import check_room, with_answer
+from ktopt.long_context.room import check_room, device_of, with_answer
 from ktopt.long_context.statistics import SessionStatistics
 from ktopt.runtime.decoding import Decoder
 from ktopt.runtime.generation import context_tokens
@@ -84,7 +84,8 @@ class LongContextSession:
             raise KtoptError("`prefix_reuse` isn't for models with sliding windows, whose tokens are in no blocks: write false")
         shape = kept[0]
         dims = (shape.key_dim, 0 if shape.shared else shape.value_dim)
-        return self.attention[0].prefixes(self.cache, str(self.kvc2.folder), self._hash, shape.rows, dims)
+        device = torch.device(device_of(self.model.ktopt_plan))
+        return self.attention[0].prefixes(self.cache, str(self.kvc2.folder), self._hash, shape.rows, dims, device)
 
     def _keep(self) -> None:
         """Keep the context's blocks for later ones. Where they can't be, the log says so, and the context goes on."""

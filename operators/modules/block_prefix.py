@@ -21,7 +21,7 @@ from ktopt.operators.modules.block_layer import ATTRIBUTE, block_layer
 
 
 class Prefixes:
-    """Of one cache of one sequence, whose layers keep `rows` keys and values of `dims` numbers.
+    """Of one cache of one sequence, whose layers keep `rows` keys and values of `dims` numbers on a device.
 
     cache       transformers' Cache, empty
     blocks      what its layers are to have in common; its memory has a disk_path
@@ -29,13 +29,15 @@ class Prefixes:
     model_hash  of all that keys and values hang on
     """
 
-    def __init__(self, cache: Any, blocks: BlockCache, folder: str, model_hash: str, rows: int, dims: tuple[int, int]) -> None:
+    def __init__(
+        self, cache: Any, blocks: BlockCache, folder: str, model_hash: str, rows: int, dims: tuple[int, int], device: torch.device
+    ) -> None:
         cache.__dict__[ATTRIBUTE] = blocks
         blocks.model_hash = model_hash
         layers = [block_layer(cache, index, lambda: blocks) for index in blocks.indices]
         self.blocks, self.layers = blocks, [layer for layer in layers if layer is not None]
         for layer in self.layers:
-            layer.start(1, rows, dims, torch.device("cpu"))
+            layer.start(1, rows, dims, device)
         quota = blocks.memory.disk_size_GB
         self.store = PrefixStore(
             folder,
@@ -107,7 +109,7 @@ def _parts(anchors: Anchors, block: int) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    data: bytes = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return data
 
 

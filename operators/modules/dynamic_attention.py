@@ -102,11 +102,11 @@ class KDynamicAttention(Mixed, nn.Module):
             return "a gradient is asked for"
         return "dropout in training" if self.training and getattr(self, "attention_dropout", 0.0) else ""
 
-    def prefixes(self, cache: Any, folder: str, model_hash: str, rows: int, dims: tuple[int, int]) -> Any:
+    def prefixes(self, cache: Any, folder: str, model_hash: str, rows: int, dims: tuple[int, int], device: torch.device) -> Any:
         """What has an empty cache of one sequence begin with blocks of an earlier prompt (block_prefix.py)."""
         from ktopt.operators.modules.block_prefix import Prefixes
 
-        return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims)
+        return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims, device)
 
     def _new_blocks(self) -> BlockCache:
         return BlockCache(*self.settings, full_layers(self.config))

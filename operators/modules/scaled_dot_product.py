@@ -24,7 +24,7 @@ class DynamicScaledDotProductAttention:
     max_seq_len, block_size, local_windows_len, anchor_type, anchor_num, kv_type, dense_layer_num, layer_step, token_step,
     preselect_block, preselect_block_count   as in a config's long_context; lengths are rounded up to whole blocks
     config                 the model's, which says how many layers and heads there are
-    device                 where queries, keys and values are: the CPU
+    device                 where queries, keys and values are
     topk                   second_select_num
     threads_num            threads that compute: torch's own number, which this sets
     block_selection_mode   head_select_mode
@@ -57,8 +57,11 @@ class DynamicScaledDotProductAttention:
         *,
         kvc2: CacheSettings | None = None,
     ) -> None:
-        if torch.device(device).type != "cpu":
-            raise KtoptError(f"attention over blocks computes on the CPU in this version, not on {device}")
+        kind = torch.device(device).type
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            raise KtoptError(
+                f"attention over blocks computes on the CPU and on NVIDIA GPUs, and this machine has no {device} for it"
+            )
         if use_attn_sparsity:
             raise KtoptError("use_attn_sparsity: True isn't in this version: what isn't attended to isn't measured")
         given: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 A layer's tokens are, in order, the sink's blocks, the middle's, and the window: the last ones and the partial block. A block goes
 to the middle when the window holds more than its own length and a block. Middle blocks are of `kv_type` (Q8_0 without one), the
-others of float16, or of `kv_type` where that isn't quantised. Sinks, windows and anchors are always in the device's memory; middle
-blocks fill what its budget leaves, then the host's, then the disk.
+others of float16, or of `kv_type` where that isn't quantised. Sinks, windows and anchors are always in memory, the device's first;
+blocks fill what that leaves, then the disk.
 
 Symbols: T tokens of a block, M blocks of the middle, R rows of a layer (a KV head, or all heads' latent).
 """
@@ -83,6 +83,7 @@ class CacheBytes:
     anchors   what blocks are chosen by
     index     where each part of a block lies
     blocks    the blocks of the middle
+    copies    the same blocks as a GPU has copies of them, in 16 bits (in 32 those that are kept so); not counted with the rest
     """
 
     windows: int = 0
@@ -90,6 +91,7 @@ class CacheBytes:
     anchors: int = 0
     index: int = 0
     blocks: int = 0
+    copies: int = 0
 
     @property
     def always(self) -> int:
@@ -115,7 +117,7 @@ def most_middle(long: LongContextSettings) -> int:
 def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context: int) -> CacheBytes:
     """What layers of these shapes take, under settled settings, when they have seen `context` tokens and have room for
     `max_seq_len`."""
-    windows = anchors = index = blocks = 0
+    windows = anchors = index = blocks = copies = 0
     block, middle, most = long.block_size, middle_blocks(long, context), most_middle(long)
     near = "F16" if (long.kv_type or "Q8_0") in QUANTISED else KIND_OF[str(long.kv_type)]
     kept = [shape for shape in shapes if shape.window is None]
@@ -126,12 +128,13 @@ def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context
     for number, shape in enumerate(kept):
         windows += (standing + SLACK_TOKENS + sink_blocks(block) * block) * shape.token_bytes(near)
         blocks += middle * shape.rows * block_layout(shape, long).nbytes
+        copies += middle * block * shape.token_bytes(near)
         index += most * shape.rows * PART_INDEX_BYTES + middle * shape.rows * SLOT_INDEX_BYTES
         if number >= long.dense_layer_num and (number - long.dense_layer_num) % long.layer_step == 0:
             each = anchor_bytes(long.anchor_type, long.anchor_num or 1, block, shape.key_dim)
             anchors += most * shape.rows * each
     moment = standing + long.chunk_size + tile_blocks(long) * block
-    return CacheBytes(windows, max((moment * shape.token_bytes(near) for shape in kept), default=0), anchors, index, blocks)
+    return CacheBytes(windows, max((moment * shape.token_bytes(near) for shape in kept), default=0), anchors, index, blocks, copies)
 
 
 def block_layout(shape: LayerShape, long: LongContextSettings) -> BlockLayout:
@@ -159,35 +162,58 @@ class TierBytes:
 def tiers(cache: CacheBytes, kvc2: CacheSettings, *, kind: str, device_bytes: int | None = None) -> TierBytes:
     """Where a cache lies, whose layers run on a device of this kind.
 
-    device_bytes   what a device that isn't the CPU has for it, where kvc2 says nothing; None where that isn't known, and blocks
-                   then go to main memory first
+    device_bytes   what a device that isn't the CPU has for it, where kvc2 says nothing; None where that isn't known, and copies of
+                   blocks are then left out
 
-    On a CPU both tiers are main memory, and what must be in memory may lie in either. KtoptError where memory doesn't hold that, or
-    where blocks are left over.
+    On a CPU both tiers are main memory, and what must be in memory may lie in either. A GPU has windows, anchors and the moment's
+    memory, and in what is left copies of blocks; the blocks themselves are in main memory and on disk. KtoptError where memory
+    doesn't hold what must be there, or where blocks are left over.
     """
-    on_cpu, host_budget = kind == "cpu", 0 if kvc2.gpu_only else int(kvc2.cpu_memory_size_GB * GB)
-    device = device_budget(kvc2, cache.together if on_cpu and kvc2.gpu_only else 0 if on_cpu else device_bytes)
-    least = device if device is not None else cache.together if kvc2.gpu_only else cache.always
-    there = min(cache.always, least)
-    if cache.always - there > (host_budget if on_cpu else 0):
-        have = least + host_budget * on_cpu
-        raise KtoptError(
-            f"what of the cache must lie in memory takes {in_words(cache.always)} (first block, local window, a prompt's chunk, "
-            f"anchors, index), and it may take {in_words(have)} there: raise `gpu_memory_size_GB`"
-            + " or `cpu_memory_size_GB`" * on_cpu
-            + ", or make `local_windows_len` or `chunk_size` less"
-        )
+    return _on_cpu(cache, kvc2) if kind == "cpu" else _on_gpu(cache, kvc2, device_budget(kvc2, device_bytes))
+
+
+def _on_cpu(cache: CacheBytes, kvc2: CacheSettings) -> TierBytes:
+    device = device_budget(kvc2, cache.together if kvc2.gpu_only else 0) or 0
+    main = 0 if kvc2.gpu_only else int(kvc2.cpu_memory_size_GB * GB)
+    _check_always(cache.always, device + main, "`gpu_memory_size_GB` or `cpu_memory_size_GB`")
+    there = min(cache.always, device)
     host = cache.always - there
-    first = min(cache.blocks, least - there)
-    second = min(cache.blocks - first, host_budget - host)
-    left = cache.blocks - first - second
+    first = min(cache.blocks, device - there)
+    second = min(cache.blocks - first, main - host)
+    _check_disk(cache.blocks - first - second, f"{in_words(device + main)} of main memory", kvc2)
+    return TierBytes(there + first, host + second, cache.blocks - first - second)
+
+
+def _on_gpu(cache: CacheBytes, kvc2: CacheSettings, budget: int | None) -> TierBytes:
+    always = cache.always - cache.index
+    budget = always + (cache.copies if kvc2.gpu_only else 0) if budget is None else budget
+    _check_always(always, budget, "`gpu_memory_size_GB`")
+    if kvc2.gpu_only and always + cache.copies > budget:
+        raise KtoptError(
+            f"`gpu_only` has {in_words(always + cache.copies)} on the device, all blocks in 16 bits, and the cache may take "
+            f"{in_words(budget)} there: write `gpu_only: false`, or a smaller `max_seq_len`"
+        )
+    main = cache.blocks + cache.index if kvc2.gpu_only else int(kvc2.cpu_memory_size_GB * GB)
+    _check_always(cache.index, main, "`cpu_memory_size_GB`")
+    held = min(cache.blocks, main - cache.index)
+    _check_disk(cache.blocks - held, f"{in_words(main)} of main memory", kvc2)
+    return TierBytes(always + min(cache.copies, budget - always), cache.index + held, cache.blocks - held)
+
+
+def _check_always(needed: int, allowed: int, key: str) -> None:
+    if needed > allowed:
+        raise KtoptError(
+            f"what of the cache must lie in memory takes {in_words(needed)} (first block, local window, a prompt's chunk, anchors, "
+            f"index), and it may take {in_words(allowed)} there: raise {key}, or make `local_windows_len` or `chunk_size` less"
+        )
+
+
+def _check_disk(left: int, memory: str, kvc2: CacheSettings) -> None:
     if left and kvc2.disk_path is None:
         raise KtoptError(
-            f"{in_words(left)} of the cache don't fit into the {in_words(least)} of the device and the {in_words(host_budget)} "
-            "of main memory that it may take: raise `cpu_memory_size_GB`, write `disk_path`, or a smaller `kv_type` or "
-            "`max_seq_len`"
+            f"{in_words(left)} of the cache's blocks don't fit into the {memory} that it may take: raise `cpu_memory_size_GB`, "
+            "write `disk_path`, or a smaller `kv_type` or `max_seq_len`"
         )
-    return TierBytes(there + first, host + second, left)
 
 
 def device_budget(kvc2: CacheSettings, device_bytes: int | None) -> int | None:
