@@ -29,6 +29,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+SCORES = 1 << 26
+"""Scores, of queries and keys, that torch has in memory at a time."""
+
 
 @cache
 def _say(reason: str) -> None:
@@ -176,9 +179,14 @@ def attend_tile(
     elif end is not None:
         raise ValueError("a causal tile ends where its queries do")
     if not _on_cpu(q_THD.device, fits=all(dim % 8 == 0 for dim in (q_THD.shape[2], values_GCV.shape[2]))):
-        return attend_tile_reference(
-            q_THD, keys_GCD, values_GCV, first=first, start=start, end=end, window=window, causal=causal, scale=scale
-        )
+        step = max(1, SCORES // max(1, q_THD.shape[1] * keys_GCD.shape[1]))
+        parts = [
+            attend_tile_reference(
+                some, keys_GCD, values_GCV, first=first + at * step, start=start, end=end, window=window, causal=causal, scale=scale
+            )
+            for at, some in enumerate(q_THD.split(step))
+        ]
+        return parts[0] if len(parts) == 1 else (torch.cat([out for out, _ in parts]), torch.cat([log_sum for _, log_sum in parts]))
     log_sum = torch.empty(q_THD.shape[:2])
     out = cpu_attention.prefill_attention(
         q_THD,

@@ -5,6 +5,7 @@ attention; with FlashInfer's stand-in, and by torch where FlashInfer can't compu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from blocked_models import ANCHORS, OneLayer
 from flashinfer_stand_in import BatchDecodeWithPagedKVCacheWrapper
 from pretend_device import DEVICE, PretendDevice
+from transformers import DynamicCache
 
 from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.config import CacheSettings
@@ -19,6 +21,7 @@ from ktopt.diagnostics import KtoptError
 from ktopt.kernels.cuda import blocks as cuda_blocks
 from ktopt.operators.modules.block_attention import attend_blocks
 from ktopt.operators.modules.block_device import pool_bytes
+from ktopt.operators.modules.block_prefix import Prefixes
 
 KINDS = [("FP16", 2e-3), ("BF16", 3e-2), ("Q8_0", 3e-2)]
 
@@ -149,6 +152,28 @@ def test_cropped_tokens_are_forgotten_there_too() -> None:
     for tokens in (90, 1):
         (made,), query = one.give_there(tokens)
         torch.testing.assert_close(made, one.dense(query, one.causal(tokens)), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("anchor_type", ["QUEST", "KEY_INT4"])
+def test_a_cache_begins_with_blocks_of_an_earlier_prompt(anchor_type: str, tmp_path: Path) -> None:
+    given = {"block_size": 32, "local_windows_len": 32, "kv_type": "FP16", "anchor_type": anchor_type, "second_select_num": 2}
+    disk = CacheSettings(disk_path=str(tmp_path), prefix_reuse=True, cpu_memory_size_GB=0.1)
+    ids, made = list(range(300)), []
+    for taken in (0, 256):
+        one = OnGpu(disk, **given)
+        cache = DynamicCache()
+        prefixes = Prefixes(cache, one.shared, str(tmp_path), "a model", 2, (64, 64), DEVICE)
+        assert prefixes.restore(ids) == taken
+        one.layers = list(cache.layers)
+        states = [torch.randn(1, 2, 301, 64, generator=torch.Generator().manual_seed(seed)).to(DEVICE) for seed in (1, 2)]
+        query = torch.randn(1, 6, 301, 64, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        for first, end in ((taken, 300), (300, 301)):
+            part = [each[:, :, first:end] for each in states]
+            found = attend_blocks(one.layers[0], query[:, :, first:end], tuple(part), one.scale, None)
+        made.append(found.cpu())
+        prefixes.keep([*ids, 0])
+        one.shared.close()
+    torch.testing.assert_close(made[0], made[1], rtol=1e-3, atol=1e-3)
 
 
 def test_budgets_that_do_not_hold_a_step_are_refused_with_the_numbers() -> None:

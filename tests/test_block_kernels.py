@@ -235,6 +235,20 @@ def test_tiles_with_a_window_or_without_keys_tell_their_sums(way: str) -> None:
     assert (log_sum == NONE).all()
 
 
+@pytest.mark.parametrize("given", [{"first": 20, "start": 25, "window": 8}, {"causal": False, "start": 3, "end": 40}])
+def test_torch_takes_some_queries_of_a_tile_at_a_time(given: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values = tiles(30, 4, 2, 50, 32, torch.float32)
+    wanted, pieces = blocks.attend_tile_reference(q, keys, values, **given), []
+    one = blocks.attend_tile_reference
+    monkeypatch.setattr(cpu, "available", lambda: (False, "not built"))
+    monkeypatch.setattr(blocks, "SCORES", 7 * 4 * 50)
+    monkeypatch.setattr(
+        blocks, "attend_tile_reference", lambda q, *args, **kwargs: pieces.append(len(q)) or one(q, *args, **kwargs)
+    )
+    close(blocks.attend_tile(q, keys, values, **given), wanted)
+    assert pieces == [7, 7, 7, 7, 2]
+
+
 def test_parts_that_see_nothing_change_nothing() -> None:
     part = torch.randn(5, 3, 8), torch.randn(5, 3)
     nothing = torch.zeros(5, 3, 8), torch.full((5, 3), NONE)

@@ -128,6 +128,7 @@ def _importance(held: BlockLayer) -> torch.Tensor:
     shared, tokens, assured = held.shared, held.shared.tokens, held.window
     assert assured is not None
     assert held.anchors is not None
+    assert held.sink is not None
     dynamic = shared.settings.anchor_type == "DYNAMIC"
     parts, sinks = [], shared.sinks * tokens
     parts.append(_asked(held, held.sink.memory[0].flatten(0, 1), 0))
