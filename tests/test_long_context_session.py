@@ -232,3 +232,12 @@ def test_a_context_beyond_what_the_model_was_made_for_is_said_once(session: Any,
     session._made_for = 100
     list(session.generate(prompt(120), 3))
     assert caplog.text.count("the model was made for 100") == 1
+
+
+def test_another_session_of_the_same_model_has_a_context_of_its_own(session: Any, plain: Any) -> None:
+    list(session.generate(prompt(30), 2))
+    with LongContextSession(session.model, session.tokenizer) as other:
+        assert (other.capacity, other.length) == (session.capacity, 0)
+        assert list(other.generate(prompt(50, seed=5), 4)) == answer_of(plain, prompt(50, seed=5), 4)
+    assert session.length == 31
+    assert list(session.generate(prompt(30), 4)) == answer_of(plain, prompt(30), 4)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ktopt.cache.blocks.memory import layer_shapes
-from ktopt.config import CacheSettings, LongContextSettings
+from ktopt.config import LongContextSettings
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.long_context.identity import model_hash
 from ktopt.long_context.kvc2 import KVC2
@@ -23,7 +23,7 @@ from ktopt.long_context.room import check_room, device_of, with_answer
 from ktopt.long_context.statistics import SessionStatistics
 from ktopt.runtime.decoding import Decoder
 from ktopt.runtime.generation import context_tokens
-from ktopt.working_memory import prompt_piece
+from ktopt.working_memory import block_settings, prompt_piece
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class LongContextSession:
     ) -> None:
         self.model, self.tokenizer, self.progress = model, tokenizer, progress
         self.attention = [module for module in model.modules() if hasattr(module, "use_long_context")]
-        if not self.attention:
+        if not self.attention or getattr(model, "ktopt_plan", None) is None:
             raise KtoptError("this model's attention keeps no cache in blocks: load it with mode='long_context'")
-        long, kvc2 = _settings(self.attention[0])
+        long, kvc2 = block_settings(model.ktopt_plan)
         self.settings, self.kvc2 = long, KVC2(self, kvc2)
         self.piece = prompt_piece(model.ktopt_plan) or long.chunk_size
         self.capacity = self._make_room(model, replace(long, chunk_size=self.piece))
@@ -65,7 +65,7 @@ class LongContextSession:
         check_room(model.ktopt_plan, whole, self.kvc2.settings)
         for module in self.attention:
             module.use_long_context(whole, self.kvc2.settings)
-        held, _ = _settings(self.attention[0])
+        held: LongContextSettings = self.attention[0].settings[0]
         return int(held.max_seq_len)
 
     def _take_cache(self) -> None:
@@ -280,12 +280,6 @@ class LongContextSession:
     def table(self) -> list[tuple[str, ...]]:
         """KVC2.table: the tiers of the cache."""
         return self.kvc2.table()
-
-
-def _settings(attention: Any) -> tuple[LongContextSettings, CacheSettings]:
-    """What an attention runs by."""
-    long, kvc2 = attention.settings
-    return long, kvc2
 
 
 def _first_of(positions: torch.Tensor, count: int) -> int:
