@@ -288,6 +288,15 @@ def test_masks_that_cover_other_tokens_are_told(window, past, reason):
     assert reason in told if reason else told == 0
 
 
+def test_rows_that_are_padding_alone_are_told():
+    """As the first chunk of a padded prompt may have them."""
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()
+    mask[1] = False
+    assert first_tokens(mask, 2, 4, 0, 0).tolist() == [0, 4]
+    mask[0, :, 2] = False
+    assert first_tokens(mask, 2, 4, 0, 0) == "an attention mask that is more than causality and padding"
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_mask_that_was_changed_is_looked_at_again(inference):
     """Tensors made in inference mode don't count their changes."""

@@ -4,6 +4,7 @@ real one where there is a GPU that it runs on.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -99,9 +100,12 @@ def test_many_queries_are_attended_to_by_some_heads_at_a_time(only_flashinfer: A
     assert cache.ktopt_flashinfer_cpu.plans == 3
 
 
-def test_left_padding_is_told_token_by_token(only_flashinfer: Any) -> None:
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_left_padding_is_told_token_by_token(only_flashinfer: Any, chunk: int | None, bounded: bool) -> None:
     model = tiny_model("deepseek_v3")
-    ours, cache = replaced(model, absorb_for_prefill=True, page_size=8), DynamicCache(config=model.config)
+    ours = replaced(model, absorb_for_prefill=True, page_size=8, chunk_size=chunk)
+    cache = latent_cache(2, max_tokens=24, page_tokens=8) if bounded else DynamicCache(config=model.config)
     ids, mask = torch.zeros(2, 20, dtype=torch.long), torch.ones(2, 20, dtype=torch.long)
     ids[0], ids[1, 9:], mask[1, :9] = PROMPT[0, :20], PROMPT[0, 20:31], 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -129,6 +133,18 @@ def test_a_bounded_cache_has_fixed_buffers_for_cuda_graphs(only_flashinfer: Any)
     assert [buffer.data_ptr() for buffer in wrapper.buffers or ()] == before
     assert wrapper.buffers is not None
     assert wrapper.buffers[3].tolist() == [21]
+
+
+def test_copies_of_a_cache_and_fewer_of_its_sequences_are_planned_anew(only_flashinfer: Any) -> None:
+    model = tiny_model("deepseek_v3")
+    ours, cache = replaced(model, absorb_for_prefill=True, page_size=8), latent_cache(2, max_tokens=64, page_tokens=8)
+    ids = torch.cat((PROMPT, PROMPT.flip(1)))
+    logits(ours, ids[:, :20], cache)
+    copied = copy.deepcopy(cache)
+    assert copied.ktopt_flashinfer_cpu is not cache.ktopt_flashinfer_cpu  # type: ignore[attr-defined]
+    close(logits(ours, ids[:, 20:22], copied), logits(model, ids[:, :22])[:, 20:])
+    cache.batch_select_indices(torch.tensor([1]))
+    close(logits(ours, ids[1:, 20:22], cache), logits(model, ids[1:, :22])[:, 20:])
 
 
 def test_that_torch_computes_on_a_gpu_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

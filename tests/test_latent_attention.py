@@ -226,6 +226,13 @@ def test_a_bounded_cache_refuses_what_is_beyond_it_before_any_work() -> None:
     close(logits(ours, PROMPT[:, 30:32], cache), logits(original("v3"), PROMPT[:, :32])[:, 30:])
 
 
+def test_a_cache_of_other_sequences_is_refused_with_their_numbers() -> None:
+    ours, cache = replaced(original("v3")), DynamicCache()
+    logits(ours, PROMPT, cache)
+    with pytest.raises(KtoptError, match="the cache holds 1 sequences, and 2 are given"):
+        logits(ours, PROMPT.repeat(2, 1), cache)
+
+
 def test_a_page_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(KtoptError, match="page_size 7 doesn't divide the 32 tokens"):
         latent_cache(2, max_tokens=32, page_tokens=7)

@@ -42,17 +42,22 @@ def refuses(device: torch.device, latent: int, rope: int, dtype: torch.dtype) ->
 
 
 class FlashInferLatent:
-    """A planned wrapper on one device. `most_pages` and `batch` make its buffers fixed, as CUDA graphs want them."""
+    """A planned wrapper on one device. `batch` and `most_tokens` (of all sequences together) make its buffers fixed, as CUDA graphs
+    want them. A copy of it is a new one, which has planned nothing."""
 
-    def __init__(self, device: torch.device, batch: int = 0, most_pages: int = 0) -> None:
+    def __init__(self, device: torch.device, batch: int = 0, most_tokens: int = 0) -> None:
+        self.device, self.fixed = device, (batch, most_tokens) if most_tokens else ()
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device)
         fixed: dict[str, Any] = {}
-        if most_pages:
-            sizes = {"qo_indptr": batch + 1, "kv_indptr": batch + 1, "kv_indices": most_pages, "kv_len_arr": batch}
+        if most_tokens:  # a page may hold one token
+            sizes = {"qo_indptr": batch + 1, "kv_indptr": batch + 1, "kv_indices": most_tokens, "kv_len_arr": batch}
             fixed = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
         self._wrapper = wrapper_class()(workspace, use_cuda_graph=bool(fixed), backend="auto", **fixed)
         self._planned: Any = None
         self.plans = 0
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.device, *self.fixed)
 
     def plan(
         self,

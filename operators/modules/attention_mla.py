@@ -79,7 +79,10 @@ class KDeepseekV2Attention(Mixed, nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states (B, S, hidden) to the same shape and dtype, and None for weights. Takes what the original takes."""
-        made = self._attention(hidden_states, **kwargs) if not args else "arguments given by position"
+        try:
+            made = self._attention(hidden_states, **kwargs) if not args else "arguments given by position"
+        finally:
+            self.matrices.forget()
         if isinstance(made, str):
             _say(self.origin.__name__, made)
             return self.origin.forward(self, hidden_states, *args, **kwargs)
@@ -116,7 +119,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         result = torch.empty_like(x_BSH)
         for first in range(0, queries, chunk):
             part = slice(first, first + chunk)
-            seen = Seen(past + first, None if mask is None else mask[:, :, part])
+            seen = Seen(past + first, None if mask is None else _up_to(mask[:, :, part], past + min(part.stop, queries)))
             result[:, part] = self._chunk(x_BSH[:, part], _part_of(position_embeddings, part), held, cache, seen)
         return result
 
@@ -154,7 +157,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
             kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
             return f"a cache of another kind ({kind})"
         if held.is_initialized and held.batch != batch:
-            return f"a cache of {held.batch} sequences for {batch}"
+            raise KtoptError(f"the cache holds {held.batch} sequences, and {batch} are given: give it as many, or take a new cache")
         return held
 
     def _queries(self, x_BSH: torch.Tensor, embeddings: Any) -> torch.Tensor:
@@ -244,9 +247,9 @@ class KDeepseekV2Attention(Mixed, nn.Module):
     def _by_tiles(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen) -> torch.Tensor:
         """The result (B, S, N, V) by torch."""
         queries = query_BSNH.shape[1]
-        end = seen.past + queries if seen.mask is None else held.get_seq_length()
+        end = seen.past + queries if seen.mask is None else seen.mask.shape[3]
         if queries <= FEW_QUERIES and self.settings.decode_cache == "expanded":
-            return self._expanded(query_BSNH, self._expanded_cache(held), seen, end)
+            return self._expanded(query_BSNH, self._expanded_cache(held, query_BSNH.dtype), seen, end)
         if self.absorbs(queries, end):
             return self._absorbed(query_BSNH, held, seen, end)
         by_kernel = attend_prompt(query_BSNH, held, self.matrices, seen, self.scaling)
@@ -311,14 +314,15 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         nope, values = self.matrices.expand(latent_BTL)
         return torch.cat((nope, rope_BTR.unsqueeze(1).expand(-1, self.num_heads, -1, -1)), dim=-1), values
 
-    def _expanded_cache(self, held: LatentLayer) -> GrowingLayer:
-        """Keys and values of all tokens, kept beside the latents and brought up to them."""
+    def _expanded_cache(self, held: LatentLayer, dtype: torch.dtype) -> GrowingLayer:
+        """Keys and values of all tokens, computed in `dtype`, kept beside the latents in theirs, and brought up to them."""
         if held.expanded is None:
             held.expanded = GrowingLayer()
         done = held.expanded.past
         for start in range(done, held.get_seq_length(), EXPANDED_TOKENS):
             stop = min(start + EXPANDED_TOKENS, held.get_seq_length())
-            held.expanded.update(*self._tile(held, start, stop, held.dtype))  # type: ignore[arg-type]
+            keys, values = self._tile(held, start, stop, dtype)
+            held.expanded.update(keys.to(held.dtype), values.to(held.dtype))
         return held.expanded
 
 
@@ -362,11 +366,18 @@ def _part_of(embeddings: Any, part: slice) -> Any:
     return embeddings[:, part] if isinstance(embeddings, torch.Tensor) else tuple(each[:, part] for each in embeddings)
 
 
+def _up_to(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Some rows of a mask (B or 1, 1, S, all tokens) without the tokens from `tokens` on, unless one of those is seen."""
+    rest = mask[..., tokens:]
+    seen = rest if mask.dtype is torch.bool else rest > torch.finfo(mask.dtype).min / 2
+    return mask if bool(seen.any()) else mask[..., :tokens]
+
+
 def _planner(keeper: dict[str, Any], held: LatentLayer, device: torch.device) -> cuda_latent.FlashInferLatent:
     """FlashInfer's plan of a step, which all layers of a cache on that device share: kept with the cache."""
     name = f"ktopt_flashinfer_{device}"
-    if name not in keeper:
-        fixed = () if held.max_tokens is None else (held.batch, held.pool.pages_GTW.shape[0])  # type: ignore[union-attr]
+    fixed = () if held.max_tokens is None else (held.batch, held.pool.pages_GTW.shape[:2].numel())  # type: ignore[union-attr]
+    if name not in keeper or keeper[name].fixed != fixed:
         keeper[name] = cuda_latent.FlashInferLatent(device, *fixed)
     planner: cuda_latent.FlashInferLatent = keeper[name]
     return planner

@@ -13,6 +13,7 @@ from torch import nn
 
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu.latent import HeadBlocks
+from ktopt.operators.modules.linear import KTransformersLinear
 
 EVERY = slice(None)
 """All heads."""
@@ -46,19 +47,22 @@ class LatentMatrices:
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, P + V, L): a view of the weight where it is numbers of that dtype, else numbers made for this call."""
-        weight = getattr(self.projection, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.numel() == 0 or not weight.is_floating_point():
-            weight = self._from_products(dtype)
+        weight = self.projection.weight if is_its_weight(self.projection) else self._from_products(dtype)
         return weight.to(dtype).unflatten(0, (self.heads, self.nope + self.value))
 
     def _from_products(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix of a projection that keeps only a packed form, read off its products with unit vectors: once, and kept."""
-        if self._made is None:
+        """The matrix of a projection that computes more than its weight says (packed, scaled, with an adapter), read off its
+        products with unit vectors, and kept until `forget`."""
+        if self._made is None or self._made.dtype is not dtype:
             columns = self.projection.in_features
             device = next((t.device for t in (*self.projection.parameters(), *self.projection.buffers())), None)
             unit = torch.eye(columns, dtype=dtype, device=device)
             self._made = self.projection(unit).T.contiguous()
         return self._made
+
+    def forget(self) -> None:
+        """Let go of what was made of the projection's products: by the next call, others may come of it."""
+        self._made = None
 
     def pair(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK (N, P, L) and W_UV (N, V, L) as numbers of `dtype`."""
@@ -88,7 +92,7 @@ class LatentMatrices:
         parts = getattr(self.projection, "parts", [])
         if len(parts) == 1:
             owner, both = parts[0][1], parts[0][1]
-        elif type(self.projection).forward is nn.Linear.forward or hasattr(self.projection, "parts"):
+        elif is_its_weight(self.projection):
             owner = self.projection._parameters.get("weight")
             if owner is None or not owner.is_cpu or not owner.is_contiguous():
                 return None
@@ -105,6 +109,16 @@ class LatentMatrices:
             absorbing = HeadBlocks(both, self.nope, step, transposed=True)
             self._owner, self._blocks = owner, (absorbing, HeadBlocks(both, self.value, step, self.nope))
         return self._blocks
+
+
+def is_its_weight(projection: nn.Module) -> bool:
+    """Whether a projection's product is that of its `weight` and nothing else, as in torch's linears and ktopt's. Others may scale
+    it (FP8), add to it (adapters), or keep it packed."""
+    if "forward" in projection.__dict__:
+        return False
+    if isinstance(projection, KTransformersLinear):
+        return True
+    return type(projection).forward is nn.Linear.forward and projection.weight.is_floating_point()
 
 
 def _by_head(x_BNSI: torch.Tensor, matrices_NIO: torch.Tensor) -> torch.Tensor:

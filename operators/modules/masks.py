@@ -98,12 +98,12 @@ def _least(own: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def _padding(mask_BSN: torch.Tensor, first_own: int, window: int) -> torch.Tensor:
-    """(B): the tokens that rows of a mask leave out at a sequence's beginning, as far as these rows tell. Query 0's own token is
-    `first_own`."""
+    """(B): the tokens that rows of a mask leave out at a sequence's beginning, as far as these rows tell: a query that sees nothing
+    is among them. Query 0's own token is `first_own`."""
     seen = cast(torch.Tensor, _seen(mask_BSN))
     own = torch.arange(first_own, first_own + seen.shape[1])
-    first = seen.byte().argmax(dim=2).masked_fill(~seen.any(dim=2), seen.shape[2])
-    return torch.where((first > _least(own, window)) & (first <= own), first, 0).amax(dim=1)
+    first = torch.where(seen.any(dim=2), seen.byte().argmax(dim=2), own + 1)
+    return torch.where((first > _least(own, window)) & (first <= own + 1), first, 0).amax(dim=1)
 
 
 def _as_told(mask_BSN: torch.Tensor, first_own: int, window: int, padded: torch.Tensor) -> bool:
