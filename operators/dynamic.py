@@ -9,6 +9,7 @@ from typing import Any
 from ktopt.config import CacheSettings, LongContextSettings, contradictions, settle
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, Problem, field_types, operator, option
+from ktopt.operators.attention import is_latent
 from ktopt.operators.names import upstream_names
 
 ATTENTION = frozenset(
@@ -26,7 +27,7 @@ ATTENTION = frozenset(
 
 def needs_interface(module: Module, config: OperatorConfig) -> str | None:
     names = {name.rpartition(".")[2] for name in (*module.cls.mro, *module.alias_classes)}
-    if names & ATTENTION:
+    if names & ATTENTION or is_latent(module):
         return None
     return (
         f"{module.path} is a {module.cls.simple_name}, whose attention isn't known to go through transformers' attention interface "

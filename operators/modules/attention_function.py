@@ -81,21 +81,21 @@ def attention(
     if held is not None:
         from ktopt.operators.modules.block_attention import attend_blocks
 
-        starts_B = _starts(attention_mask, query, held.get_seq_length(), 0)
+        starts_B = starts_of(attention_mask, query.shape[0], query.shape[2], held.get_seq_length(), 0)
         return attend_blocks(held, query, (key, value), scale, starts_B).to(query.dtype), None
     window = sliding_window or getattr(module, "sliding_window", None) or 0
     whole = attention_mask is not None and attention_mask.dim() == 4
     if whole or dropout or (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))):
         return _by_torch(query, key, value, attention_mask, window, scale, dropout), None
-    starts_B = _starts(attention_mask, query, key.shape[2] - query.shape[2], window)
+    starts_B = starts_of(attention_mask, query.shape[0], query.shape[2], key.shape[2] - query.shape[2], window)
     return _by_tiles(query, key, value, starts_B, window, scale), None
 
 
-def _starts(mask: torch.Tensor | None, query: torch.Tensor, past: int, window: int) -> torch.Tensor | None:
-    """Each sequence's first token that is no padding; None where there is none."""
+def starts_of(mask: Any, batch: int, queries: int, past: int, window: int) -> torch.Tensor | None:
+    """Each sequence's first token that is no padding; None where there is none. KtoptError for a mask that says more."""
     if mask is None:
         return None
-    starts = first_tokens(mask, query.shape[0], query.shape[2], past, window, mask)
+    starts = first_tokens(mask, batch, queries, past, window, mask)
     if isinstance(starts, str):
         raise KtoptError(
             f"attention over blocks sees tokens up to its own, from the first that is no padding, and this is {starts}"

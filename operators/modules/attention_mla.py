@@ -68,14 +68,18 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         if getattr(original.kv_b_proj, "bias", None) is not None:
             raise KtoptError(f"{context.step.path}: kv_b_proj has a bias, which latent attention here doesn't know")
         made = mix(cls, original)
-        made.settings = cast(LatentAttentionConfig, context.config)
-        made.kept = kept_in(made.settings.kv_dtype)
+        made.configure(context.config)
         projection = original.kv_b_proj
         if type(projection) is KLinearCPUInfer:
             made._modules["kv_b_proj"] = KLatentLinear(
                 projection.in_features, projection.out_features, bias=False, device="meta", dtype=projection.dtype
             ).requires_grad_(False)
         return made  # type: ignore[no-any-return]
+
+    def configure(self, config: Any) -> None:
+        """Take a rule's kwargs."""
+        self.settings = cast(LatentAttentionConfig, config)
+        self.kept = kept_in(self.settings.kv_dtype)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states (B, S, hidden) to the same shape and dtype, and None for weights. Takes what the original takes."""

@@ -28,19 +28,23 @@ def attend_blocks(
 
     starts: each sequence's first token that is no padding. KtoptError, before any work, for more tokens than the cache may hold.
     """
-    tokens = query_BNSD.shape[2]
+    tokens, step = query_BNSD.shape[2], held.shared.settings.chunk_size
     held.shared.check_room(held.get_seq_length(), tokens)
     held.lazy_initialization(*states)
     begin(held, tokens, scale, starts_B)
-    query_BNSD = query_BNSD.float()
-    if tokens == 1:
-        held.append(*states)
-        return decode(held, query_BNSD)
-    step, made = held.shared.settings.chunk_size, []
-    for at in range(0, tokens, step):
-        held.append(*(each[:, :, at : at + step] for each in states))
-        made.append(read(held, query_BNSD[:, :, at : at + step].transpose(1, 2).contiguous()))
+    made = [
+        attend_piece(
+            held, query_BNSD[:, :, at : at + step].float(), tuple(each[:, :, at : at + step] for each in states), tokens == 1
+        )
+        for at in range(0, tokens, step)
+    ]
     return made[0] if len(made) == 1 else torch.cat(made, dim=1)
+
+
+def attend_piece(held: BlockLayer, query_BNSD: torch.Tensor, states: tuple[torch.Tensor, ...], decoding: bool) -> torch.Tensor:
+    """The same for some of the tokens, the next ones, after `begin`. Queries are float32."""
+    held.append(*states)
+    return decode(held, query_BNSD) if decoding else read(held, query_BNSD.transpose(1, 2).contiguous())
 
 
 def begin(held: BlockLayer, tokens: int, scale: float, starts_B: torch.Tensor | None) -> None:

@@ -127,6 +127,7 @@ def _importance(held: BlockLayer) -> torch.Tensor:
     """(R, N) of all tokens; DYNAMIC's anchors are made anew on the way."""
     shared, tokens, assured = held.shared, held.shared.tokens, held.window
     assert assured is not None
+    assert held.sink is not None
     assert held.anchors is not None
     assert held.sink is not None
     dynamic = shared.settings.anchor_type == "DYNAMIC"

@@ -29,7 +29,10 @@ ATTRIBUTE = "ktopt_blocks"
 
 
 class BlockLayer(DynamicLayer):
-    """Layer `number` of what `shared` holds. `append` adds tokens, `leave` lets blocks go; `update` answers all, unpacked."""
+    """Layer `number` of what `shared` holds. `append` adds tokens, `leave` lets blocks go; `update` answers all, unpacked. Of
+    LATENT layers no values are kept: they are the first V numbers of the keys."""
+
+    LATENT = False
 
     is_initialized: bool
 
@@ -78,21 +81,22 @@ class BlockLayer(DynamicLayer):
         return [*(self.window.own if self.window is not None else ()), *(self.sink.memory if self.sink is not None else ())]
 
     def start(self, batch: int, heads: int, dims: tuple[int, int], device: torch.device) -> None:
-        """Make an empty layer for so many sequences and heads, unless it is made. KtoptError for another number of them, and where
-        the budgets don't hold what a step needs."""
+        """Make an empty layer for so many sequences and heads of D and V numbers, unless it is made. KtoptError for another number of sequences or heads, and where the budgets
+        don't hold what a step needs."""
         if self.window is not None:
             if self.window.shape != (batch, heads):
                 raise KtoptError(f"the cache holds {self.window.shape} sequences and heads, not {(batch, heads)}")
             return
         shared, long = self.shared, self.shared.settings
         key_dim, value_dim = dims
-        shared.open(batch * heads, key_dim, value_dim, device=device)
+        shared.open(batch * heads, key_dim, value_dim, device=device, shared=self.LATENT)
+        kept = [key_dim] if self.LATENT else [key_dim, value_dim]
         least = long.local_windows_len + shared.tokens
-        self.window = Window(batch, heads, dims, shared.window_dtype, device, least, shared.staging)
+        self.window = Window(batch, heads, kept, shared.window_dtype, device, least, shared.staging)
         self.device, self.dtype = device, shared.window_dtype
         with torch.inference_mode(False):
             shape = (batch, heads, shared.sinks * shared.tokens)
-            self.sink = Zone([torch.empty(*shape, dim, dtype=self.dtype, device=device) for dim in dims])
+            self.sink = Zone([torch.empty(*shape, dim, dtype=self.dtype, device=device) for dim in kept])
             if self.leads:
                 self.anchors = Anchors(
                     long.anchor_type,
@@ -136,12 +140,14 @@ class BlockLayer(DynamicLayer):
         window, shared, tokens = self.window, self.shared, self.shared.tokens
         assert window is not None
         assert shared.layout is not None
-        keys_RXD, values_RXV = (each[:, :, : count * tokens].flatten(0, 1) for each in window.there())
+        parts = [each[:, :, : count * tokens].flatten(0, 1) for each in window.there()]
+        keys_RXD = parts[0]
         if self.anchors is not None and count:
             self.anchors.add(keys_RXD.unflatten(1, (count, tokens)).float(), self._importance(keys_RXD, count))
         for at in range(0, count * tokens, tokens):
-            keys, values = keys_RXD[:, at : at + tokens], values_RXV[:, at : at + tokens]
-            shared.store.put(self.number, self.middle, pack(keys, values, shared.layout).cpu())
+            block = [each[:, at : at + tokens] for each in parts]
+            packed = pack(block[0], block[1] if len(block) > 1 else None, shared.layout)
+            shared.store.put(self.number, self.middle, packed.cpu())
             self.gone += 1
         window.drop(count * tokens)
 
@@ -184,6 +190,13 @@ class BlockLayer(DynamicLayer):
             return keys.to(dtype), values.to(dtype)
         return unpack(shared.store.fetch(self.number, picks_RK), shared.layout, dtype)
 
+    def pair(self, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of what is kept of some tokens."""
+        if len(parts) > 1:
+            return parts[0], parts[1]
+        assert self.shared.layout is not None
+        return parts[0], parts[0][..., : self.shared.layout.value_dim].contiguous()
+
     def prefetch(self, first: int, end: int) -> None:
         """Have blocks [first, end), as far as they are there, brought into memory while others are read."""
         store = self.shared.store
@@ -208,9 +221,9 @@ class BlockLayer(DynamicLayer):
         if self.window is None:
             return None
         assert self.sink is not None
-        sink = self.sink.memory[which][:, :, : self.sink_tokens]
+        sink = self.pair(self.sink.memory)[which][:, :, : self.sink_tokens]
         blocks = [self.blocks(*tile)[which].unflatten(0, self.window.shape) for tile in self.tiles()]
-        return torch.cat((sink, *blocks, self.window.there()[which]), dim=2)
+        return torch.cat((sink, *blocks, self.pair(self.window.there())[which]), dim=2)
 
     def get_seq_length(self) -> int:
         return self.gone * self.shared.tokens + (self.window.tokens if self.window is not None else 0)
@@ -243,7 +256,7 @@ class BlockLayer(DynamicLayer):
         back = [held[:, :, stays * tokens : self.sink_tokens] for held in self.sink.memory]
         first, end = max(0, stays - sinks), max(0, -(-until // tokens) - sinks)
         for at in range(first, end, tile):
-            made = self.blocks(at, min(at + tile, end))
+            made = self.blocks(at, min(at + tile, end))[: len(back)]
             back = [torch.cat((old, new.unflatten(0, self.window.shape)), dim=2) for old, new in zip(back, made, strict=True)]
         self.window.put_before([each[:, :, : until - stays * tokens] for each in back])
         self.gone = stays
@@ -272,7 +285,7 @@ def block_cache(cache: Any) -> BlockCache | None:
     return cache.__dict__.get(ATTRIBUTE) if cache is not None else None
 
 
-def block_layer(cache: Cache, index: int, make: Callable[[], BlockCache]) -> BlockLayer | None:
+def block_layer(cache: Cache, index: int, make: Callable[[], BlockCache], kind: type[BlockLayer] = BlockLayer) -> BlockLayer | None:
     """A cache's layer `index` as one that keeps blocks: transformers' own dynamic layer is replaced, what it holds is taken over.
     `make` is asked once for what the layers have in common. None for layers of other kinds, and for a cache that moves its layers
     off their device."""
@@ -288,7 +301,7 @@ def block_layer(cache: Cache, index: int, make: Callable[[], BlockCache]) -> Blo
         return None
     shared: BlockCache = cache.__dict__.setdefault(ATTRIBUTE, None) or make()
     cache.__dict__[ATTRIBUTE] = shared
-    made = BlockLayer(shared, shared.indices.index(index))
+    made = kind(shared, shared.indices.index(index))
     if layer.is_initialized and layer.keys.numel():
         made.lazy_initialization(layer.keys, layer.values)
         for keys, values in zip(

@@ -17,7 +17,7 @@ import torch
 from ktopt.cache.blocks.prefix import PrefixStore
 from ktopt.kernels.anchors import Anchors
 from ktopt.operators.modules.block_cache import GIGA, BlockCache
-from ktopt.operators.modules.block_layer import ATTRIBUTE, block_layer
+from ktopt.operators.modules.block_layer import ATTRIBUTE, BlockLayer, block_layer
 
 
 class Prefixes:
@@ -27,14 +27,23 @@ class Prefixes:
     blocks      what its layers are to have in common; its memory has a disk_path
     folder      where blocks are kept between sessions
     model_hash  of all that keys and values hang on
+    kind        of the cache's layers
     """
 
     def __init__(
-        self, cache: Any, blocks: BlockCache, folder: str, model_hash: str, rows: int, dims: tuple[int, int], device: torch.device
+        self,
+        cache: Any,
+        blocks: BlockCache,
+        folder: str,
+        model_hash: str,
+        rows: int,
+        dims: tuple[int, int],
+        device: torch.device,
+        kind: type[BlockLayer] = BlockLayer,
     ) -> None:
         cache.__dict__[ATTRIBUTE] = blocks
         blocks.model_hash = model_hash
-        layers = [block_layer(cache, index, lambda: blocks) for index in blocks.indices]
+        layers = [block_layer(cache, index, lambda: blocks, kind) for index in blocks.indices]
         self.blocks, self.layers = blocks, [layer for layer in layers if layer is not None]
         for layer in self.layers:
             layer.start(1, rows, dims, device)

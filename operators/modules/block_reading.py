@@ -76,11 +76,11 @@ class _Piece:
         assert held.sink is not None
         if held.gone:
             sink = held.sink_tokens
-            keys, values = (each[:, :, :sink].flatten(0, 1) for each in held.sink.memory)
+            keys, values = held.pair([each[:, :, :sink].flatten(0, 1) for each in held.sink.memory])
             self._meet(keys, values, [min(start, sink) for start in self.starts])
         gone = held.gone * held.shared.tokens
         first = self.position - gone
-        keys, values = (each[:, :, : first + self.query_BSND.shape[1]] for each in window.there())
+        keys, values = held.pair([each[:, :, : first + self.query_BSND.shape[1]] for each in window.there()])
         for row, start in enumerate(self.starts):
             self._add(
                 row,

@@ -36,18 +36,17 @@ Staging = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Window:
-    """Keys (B, G, C, D) and values (B, G, C, V) in a dtype, of which `tokens` from `first` on are there. It has room for `least`
-    tokens at any time; while more are in it (a prompt's chunk), they stand in memory of the moment. Without values (latents) those
-    are a part of the keys."""
+    """Keys (B, G, C, D) and values (B, G, C, V) in a dtype, or keys alone, of which `tokens` from `first` on are there. It has room
+    for `least` tokens at any time; while more are in it (a prompt's chunk), they stand in memory of the moment."""
 
     def __init__(
-        self, batch: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device, least: int, staging: Staging
+        self, batch: int, heads: int, dims: list[int], dtype: torch.dtype, device: torch.device, least: int, staging: Staging
     ) -> None:
         self.shape, self.dims, self.dtype, self.device = (batch, heads), dims, dtype, device
         self.first = self.tokens = 0
         self._staging = staging
         with torch.inference_mode(False):  # the cache may be used outside of it later
-            self._own = [torch.empty(batch, heads, least + SLACK_TOKENS, dim, dtype=dtype, device=device) for dim in dims if dim]
+            self._own = [torch.empty(batch, heads, least + SLACK_TOKENS, dim, dtype=dtype, device=device) for dim in dims]
         self._of_its_own = self.zone = Zone(self._own)
 
     @property
@@ -87,7 +86,7 @@ class Window:
             return
         numbers = self.shape[0] * self.shape[1] * wanted
         memory, at, wider = self._staging(numbers * sum(self.dims), self.dtype), 0, []
-        for dim in filter(None, self.dims):
+        for dim in self.dims:
             wider.append(memory[at : at + numbers * dim].view(*self.shape, wanted, dim))
             at += numbers * dim
         self._move(wider)

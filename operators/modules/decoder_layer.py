@@ -28,7 +28,7 @@ from ktopt.kernels import cpu
 from ktopt.operators.layer import LayerConfig
 from ktopt.operators.modules.attention_function import NAME as BLOCKS
 from ktopt.operators.modules.decoder_blocks import KINDS, run_blocked
-from ktopt.operators.modules.dynamic_attention import KDynamicAttention
+from ktopt.operators.modules.dynamic_attention import Blocked, KDynamicAttention
 from ktopt.operators.modules.fusing import Fused, describe
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.mixing import Mixed, mix
@@ -190,6 +190,8 @@ class KDecoderLayer(Mixed, nn.Module):
         self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, cache: Any, others: dict[str, Any]
     ) -> torch.Tensor | str:
         batch, tokens, _ = x_BSH.shape
+        if cache is not None and isinstance(self._modules["self_attn"], Blocked):
+            return self._prompt(fused, x_BSH, mask, embeddings, cache, others)
         if not isinstance(mask, torch.Tensor | None):
             return f"an attention mask of another kind ({type(mask).__name__})"
         page_tokens = fused.page_tokens

@@ -35,23 +35,22 @@ class Passing:
         return keys, values
 
 
-class KDynamicAttention(Mixed, nn.Module):
-    """What is mixed into the original's class. `kwargs` are the rule's; `long_context` and `kvc2` the model's settings, which count
-    where a kwarg is null, None for defaults."""
+class Blocked:
+    """Attention whose cache keeps blocks. `kwargs` are the rule's; `long_context` and `kvc2` the model's settings, which count
+    where a kwarg is null, None for defaults. LAYER is what stands in the cache."""
 
-    OWN = ("held",)
+    LAYER: type[BlockLayer] = BlockLayer
     kwargs: OperatorConfig
     long_context: LongContextSettings | None
     kvc2: CacheSettings | None
+    config: Any
+    layer_idx: int
 
-    @classmethod
-    def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
-        """The original's children under a class of its own, and its model's attention by tiles and blocks."""
-        made = mix(cls, original)
-        made.kwargs, made.long_context, made.kvc2 = context.config, None, None
+    def configure(self, config: OperatorConfig) -> None:
+        """Take a rule's kwargs, and have the model's attention be by tiles and blocks."""
+        self.kwargs, self.long_context, self.kvc2 = config, None, None
         register()
-        made.config._attn_implementation = NAME
-        return made  # type: ignore[no-any-return]
+        self.config._attn_implementation = NAME
 
     def use_long_context(self, long_context: LongContextSettings | None, kvc2: CacheSettings | None) -> None:
         """Take a model's settings, for caches that are made from now on. KtoptError where they can't stand together."""
@@ -68,6 +67,43 @@ class KDynamicAttention(Mixed, nn.Module):
         """What it runs by."""
         return settings_of(self.kwargs, self.long_context, self.kvc2)
 
+    def prefixes(self, cache: Any, folder: str, model_hash: str, rows: int, dims: tuple[int, int], device: torch.device) -> Any:
+        """What has an empty cache of one sequence begin with blocks of an earlier prompt (block_prefix.py)."""
+        from ktopt.operators.modules.block_prefix import Prefixes
+
+        return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims, device, self.LAYER)
+
+    def _new_blocks(self) -> BlockCache:
+        return BlockCache(*self.settings, full_layers(self.config))
+
+    def block_layer(self, cache: Any) -> BlockLayer | None:
+        """The cache's layer as one that keeps blocks; None where it is of a kind that can't."""
+        layers = cache.layers
+        if self.layer_idx < len(layers) and type(layers[self.layer_idx]) is self.LAYER:
+            return layers[self.layer_idx]  # type: ignore[no-any-return]
+        held = block_layer(cache, self.layer_idx, self._new_blocks, self.LAYER)
+        if held is None:
+            kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
+            _say(type(self).__name__, f"a cache of another kind ({kind})")
+        return held
+
+
+class KDynamicAttention(Blocked, Mixed, nn.Module):
+    """What is mixed into the original's class."""
+
+    OWN = ("held",)
+
+    @classmethod
+    def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
+        """The original's children under a class of its own. KtoptError for latent attention that isn't DeepSeek's."""
+        if hasattr(original, "kv_b_proj"):
+            from ktopt.operators.modules.dynamic_latent import KDynamicLatentAttention
+
+            return KDynamicLatentAttention.build(original, context)
+        made = mix(cls, original)
+        made.configure(context.config)
+        return made  # type: ignore[no-any-return]
+
     @property
     def window(self) -> int:
         """Tokens that a query sees, or 0 for all."""
@@ -80,7 +116,7 @@ class KDynamicAttention(Mixed, nn.Module):
         held = None if reason else self.cache_layer(kwargs[name])
         if held is None:
             if reason and kwargs.get(name) is not None:
-                _say(self.origin.__name__, reason)
+                _say(type(self).__name__, reason)
             return self.origin.forward(self, hidden_states, *args, **kwargs)
         self.__dict__["held"] = held
         try:
@@ -102,33 +138,12 @@ class KDynamicAttention(Mixed, nn.Module):
             return "a gradient is asked for"
         return "dropout in training" if self.training and getattr(self, "attention_dropout", 0.0) else ""
 
-    def prefixes(self, cache: Any, folder: str, model_hash: str, rows: int, dims: tuple[int, int], device: torch.device) -> Any:
-        """What has an empty cache of one sequence begin with blocks of an earlier prompt (block_prefix.py)."""
-        from ktopt.operators.modules.block_prefix import Prefixes
-
-        return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims, device)
-
-    def _new_blocks(self) -> BlockCache:
-        return BlockCache(*self.settings, full_layers(self.config))
-
     def cache_layer(self, cache: Any) -> BlockLayer | None:
-        """The cache's layer as one that keeps blocks; None where this attention has a window: its cache stays short by itself, and
-        grows in place."""
+        """The same; None where this attention has a window, too: its cache stays short by itself, and grows in place."""
         if self.window:
             growing_layer(cache, self.layer_idx, None)
             return None
         return self.block_layer(cache)
-
-    def block_layer(self, cache: Any) -> BlockLayer | None:
-        """The same for an attention that is known to have no window."""
-        layers = cache.layers
-        if self.layer_idx < len(layers) and type(layers[self.layer_idx]) is BlockLayer:
-            return layers[self.layer_idx]  # type: ignore[no-any-return]
-        held = block_layer(cache, self.layer_idx, self._new_blocks)
-        if held is None:
-            kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
-            _say(self.origin.__name__, f"a cache of another kind ({kind})")
-        return held
 
 
 def sliding_window(attention: Any) -> int:
