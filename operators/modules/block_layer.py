@@ -81,8 +81,8 @@ class BlockLayer(DynamicLayer):
         return [*(self.window.own if self.window is not None else ()), *(self.sink.memory if self.sink is not None else ())]
 
     def start(self, batch: int, heads: int, dims: tuple[int, int], device: torch.device) -> None:
-        """Make an empty layer for so many sequences and heads of D and V numbers, unless it is made. KtoptError for another number of sequences or heads, and where the budgets
-        don't hold what a step needs."""
+        """Make an empty layer for so many sequences and heads of D and V numbers, unless it is made. KtoptError for another number
+        of them, and where the budgets don't hold what a step needs."""
         if self.window is not None:
             if self.window.shape != (batch, heads):
                 raise KtoptError(f"the cache holds {self.window.shape} sequences and heads, not {(batch, heads)}")
