@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from ktopt.long_context.config import Config
+from ktopt.runtime.threads import calm_openmp
 from ktopt.util.utils import load_model
 
 CONFIG = """\
@@ -72,6 +73,7 @@ def bar(done: int, total: int) -> None:
 def main() -> None:
     global STARTED
     args = arguments()
+    calm_openmp()  # before torch is imported: its threads then don't spin beside the kernels' own
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(
