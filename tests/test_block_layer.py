@@ -209,6 +209,29 @@ def test_sparse_prefill_attends_to_the_sink_the_window_and_as_many_blocks_as_ask
     assert torch.equal(outs[0], outs[1])
 
 
+def test_each_piece_of_a_sparse_prompt_attends_to_the_blocks_chosen_for_it(monkeypatch):
+    from ktopt.operators.modules import block_reading
+
+    made = []
+
+    def choose(held, q_BSND, position):
+        picks = block_choice.choose_for_prompt(held, q_BSND, position)
+        made.append((position, q_BSND.shape[1], picks, held.gone))
+        return picks
+
+    monkeypatch.setattr(block_reading, "choose_for_prompt", choose)
+    monkeypatch.setattr(block_reading, "PIECE_TOKENS", 20)
+    one = OneLayer(prefill="sparse", second_select_num=3, chunk_size=50)
+    (out,), query = one.give(220)
+    assert sum(picks is not None for _, _, picks, _ in made) > 3
+    for position, tokens, picks, gone in made:
+        one.layers[0].gone_before = gone
+        seen = seen_by(one.layers[0], picks, 220).view(1, 2, 1, -1).repeat_interleave(2, 1)
+        seen = seen & (torch.arange(220) <= torch.arange(position, position + tokens)[:, None])
+        expected = one.dense(query[:, :, position : position + tokens], seen)
+        assert difference(out[:, position : position + tokens], expected) < 1e-5
+
+
 def test_more_tokens_than_the_cache_holds_are_refused_before_any_work():
     one = OneLayer(max_seq_len=80)
     with pytest.raises(KtoptError, match=r"holds 80 tokens \(max_seq_len\): 81 are too many.*Raise max_seq_len"):
