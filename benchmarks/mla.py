@@ -8,7 +8,7 @@ input and the cache; what an operation takes inside itself is not in it.
 
 What a GPU would take is counted for all contexts to 139,264 tokens on tensors without numbers: the module runs with a GPU's tiles,
 and every operation makes its result's shape and nothing else. On the CPU the module really runs, at --contexts and --chunks: 128
-heads on few cores take minutes for long ones. Decoding is the CPU kernel's attention alone, of 12 layers with 16 heads (the small
+heads on few cores take long for long ones. Decoding is the CPU kernel's attention alone, of 12 layers with 16 heads (the small
 model of the other benchmarks) and of one of V3's.
 """
 

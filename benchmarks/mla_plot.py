@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import log2
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 70, 190, 46, 50
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 420, 70, 230, 46, 50
+KEY = 32
+"""How long the piece of a line is that stands before its label."""
 X_TICKS = (4096, 8192, 20_480, 65_536, 139_264)
 Y_TICKS = (0.5, 1, 2, 4, 8, 16, 32)
 COLOURS = {"expanded": ("#b4540a", "#f0a35e"), "absorbed": ("#1f5fbf", "#7db3f5"), "all": ("#666", "#aaa")}
@@ -61,18 +63,20 @@ def _axes() -> list[str]:
     return made
 
 
-def _line(points: list[tuple[int, float]], way: str, dash: str, label: str) -> tuple[float, str, str]:
-    """Its height at the end, its path, and its label."""
+def _line(points: list[tuple[int, float]], way: str, dash: str, label: str) -> tuple[float, str, str, str]:
+    """Its height at the end, how it is drawn, its path, and its label."""
     places = [(_x(context), _y(count / 1e9)) for context, count in sorted(points)]
     path = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return places[-1][1], f'<path class="{way}" d="{path}"{dashed}/>', label
+    return places[-1][1], f'class="{way}"{dashed}', path, label
 
 
-def _lifted(lines: list[tuple[float, str, str]]) -> list[str]:
-    """Paths, and labels beside their ends, apart from each other."""
-    made, at = [], 0.0
-    for y, path, label in sorted(lines):
+def _lifted(lines: list[tuple[float, str, str, str]]) -> list[str]:
+    """Paths, and labels beside their ends, apart from each other, each after a piece of its line: where lines are close, a label
+    may stand beside another's end."""
+    made, at, left = [], 0.0, WIDTH - RIGHT + 8
+    for y, drawn, path, label in sorted(lines):
         at = max(at + 16, y + 4)
-        made += [path, f'<text x="{WIDTH - RIGHT + 8}" y="{at:.1f}">{label}</text>']
+        made.append(f'<path {drawn} d="{path}"/>')
+        made.append(f'<path {drawn} d="M{left} {at - 4:.1f} h{KEY}"/><text x="{left + KEY + 6}" y="{at:.1f}">{label}</text>')
     return made

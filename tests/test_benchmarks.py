@@ -40,7 +40,9 @@ def test_the_plot_has_a_line_for_each_way_and_chunk(monkeypatch: pytest.MonkeyPa
     ways, chunks, contexts = ("absorbed", "expanded"), (8192, 4096, 1024), (8192, 139_264)
     rows = [{"way": w, "chunk": c, "context": t, "measured": c * 1e5} for w in ways for c in chunks for t in contexts]
     drawn = ElementTree.fromstring(memory_plot(rows))
-    assert sum(each.tag.endswith("path") for each in drawn) == 7
+    paths = [(each.get("class"), each.get("stroke-dasharray")) for each in drawn if each.tag.endswith("path")]
+    assert paths[::2] == paths[1::2]  # before its label, a piece of a line as it is drawn
+    assert len(set(paths)) == 7
     assert {"expanded, chunk 4,096", "whole context expanded"} <= {each.text for each in drawn}
 
 
