@@ -338,6 +338,35 @@ def test_a_quantised_kv_b_proj_is_a_warning_and_leaves_a_plan_that_applies():
     assert not compilation.plan.errors
 
 
+@pytest.mark.parametrize(
+    ("match", "help", "without"),
+    [
+        (
+            "{class: torch.nn.Linear}",
+            "give the rule a name too, such as",
+            r'{name: "^(?!.*self_attn\\.kv_b_proj)", class: torch.nn.Linear}',
+        ),
+        ('{name: "layers"}', "to the pattern", r'{name: "^(?!.*self_attn\\.kv_b_proj).*proj$"}'),
+        ('"class=Linear"', "to the selector", '"class=Linear - @model.layers.*.self_attn.kv_b_proj"'),
+    ],
+)
+def test_how_to_leave_kv_b_proj_out_is_said_in_the_rule_s_own_way(match, help, without):
+    rules = """
+        version: 1
+        place: {{cuda: "@**"}}
+        rules:
+          - {{match: "@model.layers.*.self_attn", replace: KDeepseekV2Attention}}
+          - {{match: {match}, replace: KTransformersLinear, kwargs: {{generate_op: KLinearMarlin}}}}
+    """
+
+    def warnings(match):
+        return coded("KT601", run_stages(SourceFile("r.yaml", rules.format(match=match)), "deepseek-v3", plan=False).report)
+
+    (warning,) = warnings(match)
+    assert help in warning.help
+    assert not warnings(without)
+
+
 @needs_cases
 def test_attention_of_another_family_is_not_said_to_absorb():
     text = (CASES / "bad_rules/15-kv-b-proj-quantized.yaml").read_text()

@@ -269,7 +269,7 @@ def _check_kv_b_proj(matches: Matches, report: Report) -> None:
             + (f"then works on the numbers that {op.name} makes of it" if op.packs else f"unpacks it from {op.name}")
         )
         related = [Related("the attention that absorbs it", attention.replace.origin)]
-        help = r"add (?!.*self_attn\.kv_b_proj) to the pattern" if op.packs else None
+        help = _how_to_leave_kv_b_proj(rule) if op.packs else None
         fix = _without_kv_b_proj(rule) if op.packs else None
         report.report("KT601", severity, message, _name_origin(rule), help=help, related=related, fix=fix)
 
@@ -280,6 +280,13 @@ def _takes_too_many(rule: Rule, report: Report) -> bool:
     at = _name_origin(rule)
     errors = (d for d in report if d.code == "KT305" and d.severity is Severity.ERROR)
     return any(d.file == at.file and d.span.start.line == at.span.start.line for d in errors)
+
+
+def _how_to_leave_kv_b_proj(rule: Rule) -> str:
+    if not isinstance(rule.match, NameClass):
+        return "add - @model.layers.*.self_attn.kv_b_proj to the selector"
+    ahead = r"(?!.*self_attn\.kv_b_proj)"
+    return f"add {ahead} to the pattern" if rule.match.name else f"give the rule a name too, such as ^{ahead}"
 
 
 def _without_kv_b_proj(rule: Rule) -> Fix | None:

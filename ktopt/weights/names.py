@@ -236,7 +236,7 @@ def _kv_b(names: GGUFNames, prefix: str) -> Recipe | None:
     if len(keys.shape) != 3 or len(values.shape) != 3 or (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
         raise WeightError(
             f"{names.file.path}: {keys.name} {list(keys.shape)} and {values.name} {list(values.shape)} should be "
-            "[heads, latent, key] and [heads, value, latent]"
+            "[heads, latent, key] and [heads, value, latent], of the same heads and latent"
         )
     heads, latent, key = keys.shape
     value = values.shape[1]
