@@ -28,8 +28,11 @@ from cpu_models import MODELS
 
 from ktopt.cli.table import Column, layout
 from ktopt.runtime.foreign_load import ForeignLoad
+from ktopt.runtime.threads import SHORT_SPIN
 
 ENGINE = ROOT / "benchmarks" / "engines" / "long_context_engine.py"
+CALM = ("env", f"GOMP_SPINCOUNT={SHORT_SPIN}")
+"""What `ktopt run` and `ktopt bench` set for themselves before they import torch."""
 PARTS = ("decode", "attention", "prefill", "memory", "disk")
 BLOCKS, FEW_BLOCKS = 124, 16
 """Chosen ones: with the sink and a window of 512 tokens, 129 and 21 blocks are attended to."""
@@ -64,7 +67,7 @@ class Bench:
         said = []
         for _ in range(rounds or self.options.rounds):
             load = ForeignLoad()
-            finished = run([PYTHON[0], str(ENGINE), json.dumps(given)], Path.home() / ".cache")
+            finished = run([*CALM, PYTHON[0], str(ENGINE), json.dumps(given)], Path.home() / ".cache")
             said.append(json.loads(finished.stdout.strip().splitlines()[-1]))
             self.busy = max(self.busy, load.cores() or 0.0)
         self.record.setdefault(what, []).append({"task": given, "said": said})

@@ -1,7 +1,7 @@
 """What choosing blocks costs: constructed retrieval, real texts, and a passkey, each beside full attention, the local window alone
 and the oracle.
 
-    python benchmarks/long_context_quality.py [--parts NAME ...] [--tokens 139264] [--bible-folder DIR] [--json FILE]
+    GOMP_SPINCOUNT=2000 python benchmarks/long_context_quality.py [--parts NAME ...] [--bible-folder DIR] [--json FILE]
 
 retrieval  needles of 64 found among --tokens constructed keys, at budgets from 96 blocks down to 8 (quality_retrieval.py)
 texts      SmolLM2 on argparse.py, a document and the bible at 7.9K tokens: recall of attention's mass, KL and top-1 agreement

@@ -31,7 +31,7 @@ def _none(held: Any, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor |
 
 def _truly_best(held: Any, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None) -> torch.Tensor:
     """The blocks (R, K) with the most mass of each row's query heads, those of the sink and the window counted in the softmax."""
-    sink = held.sink[0].flatten(0, 1)
+    sink = held.sink.memory[0].flatten(0, 1)
     window = held.window.there()[0].flatten(0, 1)
     parts = [sink, *(held.blocks(*tile)[0] for tile in held.tiles()), window]
     keys_RND = torch.cat([part.float() for part in parts], dim=1)

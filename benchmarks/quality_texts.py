@@ -125,7 +125,7 @@ def divergences(
     full: list[torch.Tensor], model: Any, ids_1N: torch.Tensor, steps: int, types: dict[str, int]
 ) -> dict[str, tuple[float, float]]:
     """What `compare` says of the last `steps` tokens of a text, for each type of anchors, "local" and "oracle". The text before
-    them is read once, by a model whose anchors are DYNAMIC; then the cache gets other anchors, and gives the steps back, in turn."""
+    them is read once, by a model whose anchors are DYNAMIC; then the cache gets other anchors and gives the steps back, in turn."""
     cache = DynamicCache(config=model.config)
     _read(model, ids_1N[:, :-steps], cache)
     asked = [copy.deepcopy(layer.asked) for layer in cache.layers]
