@@ -127,18 +127,20 @@ def kv_rows(ids: dict[str, torch.Tensor]) -> list[list[str]]:
     return rows
 
 
+INTRO = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz you about the "
+    "important information there.\n"
+)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 
 def passkey_prompt(tokenizer: Any, tokens: int, at: float, key: int) -> torch.Tensor:
-    """A chat prompt of about so many tokens with the key at a share of its length."""
+    """The usual prompt, of about so many tokens, with the key at a share of its length."""
     line = f"The pass key is {key}. Remember it. {key} is the pass key. "
-    repeats = max(2, (tokens - 80) // len(tokenizer.encode(FILLER, add_special_tokens=False)))
+    repeats = max(2, (tokens - 130) // len(tokenizer.encode(FILLER, add_special_tokens=False)))
     before = round(repeats * at)
     story = FILLER * before + line + FILLER * (repeats - before)
-    asked = [{"role": "user", "content": f"{story}\nWhat is the pass key?"}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) + "The pass key is"
-    return torch.tensor([tokenizer.encode(prompt)])
+    return torch.tensor([tokenizer.encode(f"{INTRO}{story}\nWhat is the pass key? The pass key is")])
 
 
 @torch.inference_mode()
