@@ -15,6 +15,7 @@ from flashinfer_stand_in import BatchDecodeWithPagedKVCacheWrapper
 from torch.nn.functional import scaled_dot_product_attention
 
 from ktopt.kernels.cuda import blocks as cuda_blocks
+from ktopt.kernels.cuda import flashinfer
 from ktopt.kernels.cuda.blocks import BlockAttention
 from ktopt.kernels.cuda.slots import SlotSegments
 from ktopt.kernels.segments import CacheSegments
@@ -202,7 +203,7 @@ class TestWhatFlashInferRefuses:
     def refuses(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         """The real one, as if there were FlashInfer and a GPU of compute capability 9.0."""
         monkeypatch.undo()
-        monkeypatch.setattr(cuda_blocks, "find_spec", lambda name: object())
+        monkeypatch.setattr(flashinfer, "find_spec", lambda name: object())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         cuda_blocks.refuses.cache_clear()
         yield cuda_blocks.refuses
@@ -229,7 +230,7 @@ class TestWhatFlashInferRefuses:
         assert "older than compute capability 8.0" in refuses(torch.device("cuda:1"), 64, 64, torch.float16)
 
     def test_where_it_is_not_installed(self, refuses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_blocks, "find_spec", lambda name: None)
+        monkeypatch.setattr(flashinfer, "find_spec", lambda name: None)
         assert 'pip install "ktopt[cuda]"' in refuses(torch.device("cuda:1"), 64, 64, torch.float16)
 
     def test_torch_computes_it_then_and_the_log_says_so_once(self, refuses: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,13 +18,12 @@ import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 
 from ktopt.kernels import blocks
-from ktopt.kernels.cuda.latent import LEAST_CAPABILITY, WORKSPACE_BYTES
+from ktopt.kernels.cuda.flashinfer import WORKSPACE_BYTES, refuses_device
 from ktopt.kernels.cuda.pages import Pages, pages_of
 from ktopt.kernels.cuda.slots import SlotSegments
 from ktopt.kernels.segments import CacheSegments, Segments
@@ -46,12 +45,8 @@ def wrapper_class() -> Any:
 @cache
 def refuses(device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype) -> str:
     """Why FlashInfer can't compute attention to keys and values of these sizes, or ""."""
-    if device.type != "cuda":
-        return f"it runs on NVIDIA GPUs, not on {device.type}"
-    if find_spec("flashinfer") is None:
-        return 'it isn\'t installed: pip install "ktopt[cuda]"'
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "the GPU is older than compute capability 8.0"
+    if reason := refuses_device(device):
+        return reason
     if key_dim != value_dim or key_dim not in HEAD_DIMS:
         return f"it takes keys and values of equally many numbers, {HEAD_DIMS}, not {key_dim} and {value_dim}"
     return "" if dtype in DTYPES else f"it takes float16 and bfloat16, not {dtype}"

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-WORKSPACE_BYTES = 128 << 20
+from ktopt.kernels.cuda.flashinfer import WORKSPACE_BYTES, refuses_device
+
 WIDTHS = (512, 64)
 """Latent and rotated numbers of a token that the kernels are made for."""
-LEAST_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -30,12 +29,8 @@ def wrapper_class() -> Any:
 @cache
 def refuses(device: torch.device, latent: int, rope: int, dtype: torch.dtype) -> str:
     """Why FlashInfer can't compute this attention, or ""."""
-    if device.type != "cuda":
-        return f"it runs on NVIDIA GPUs, not on {device.type}"
-    if find_spec("flashinfer") is None:
-        return 'it isn\'t installed: pip install "ktopt[cuda]"'
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "the GPU is older than compute capability 8.0"
+    if reason := refuses_device(device):
+        return reason
     if (latent, rope) != WIDTHS:
         return f"it takes latents of {WIDTHS[0]} and {WIDTHS[1]} numbers, not {latent} and {rope}"
     return "" if dtype in DTYPES else f"it takes bfloat16 and float16, not {dtype}"
