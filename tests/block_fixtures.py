@@ -2,19 +2,34 @@
 
 import ctypes
 
+import pytest
 import torch
 
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.cache.blocks.store import BlockStore
+from ktopt.kernels.cpu.block_io import reader
 
 LAYOUT = BlockLayout(tokens=4, key_dim=32, value_dim=32, kind="Q8_0")  # 272 bytes, rounded up to 320
 LAYERS, ROWS, BLOCKS = 3, 2, 16
 PLENTY = 1 << 20
 SMALL = 7_000
 """Memory for some 16 of the 96 parts, beside the index."""
-DIRECT = SMALL + 3 * 4096
-"""The same where two readers and the caller have buffers for direct reads."""
+DIRECT = SMALL + 4 * 4096
+"""The same where two readers, and twice as many of the caller's, have buffers for direct reads."""
+
+READS = {"by": None}
+"""What reads a store's parts: None is Python's threads."""
+
+
+@pytest.fixture(params=["kernels", "threads"])
+def each_reader(request):
+    """Parts are read by the kernels, and without them."""
+    READS["by"] = reader() if request.param == "kernels" else None
+    if request.param == "kernels" and READS["by"] is None:
+        pytest.skip("there are no kernels")
+    yield
+    READS["by"] = None
 
 
 def data(layer, block, rows=ROWS, layout=LAYOUT):
@@ -52,7 +67,7 @@ def assert_all_right(store, blocks=BLOCKS):
 
 def small_store(folder, host_bytes=SMALL, device_bytes=0, max_blocks=BLOCKS, fetch_blocks=4, **options):
     """A store that needs its disk."""
-    disk = DiskTier(folder, **{"model_hash": "a model", "readers": 2, **options})
+    disk = DiskTier(folder, **{"model_hash": "a model", "readers": 2, "read_parts": READS["by"], **options})
     return BlockStore(
         LAYOUT, LAYERS, ROWS, max_blocks, device_bytes=device_bytes, host_bytes=host_bytes, disk=disk, fetch_blocks=fetch_blocks
     )

@@ -45,6 +45,10 @@ PyObject* pack_blocks(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* unpack_blocks(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* segment_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
 
+// See kernels/cpu/block_io.py.
+PyObject* read_parts(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* checksum(PyObject*, PyObject* const* given, Py_ssize_t count);
+
 // experts(activation, shared, *numbers of matrices) and run_experts(...): see kernels/cpu/experts.py.
 PyObject* make_experts(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* call_experts(PyObject*, PyObject* const* given, Py_ssize_t count);

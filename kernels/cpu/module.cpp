@@ -147,6 +147,10 @@ PyMethodDef methods[] = {
     {"segment_attention", fast(segment_attention), METH_FASTCALL,
      "segment_attention(rows, heads, key_dim, value_dim, q, out, log_sum, threads, scale, then kind, tokens, count, addresses, "
      "address_stride, keys, values, key_stride, value_stride, hidden of each group)"},
+    {"read_parts", fast(ktopt::read_parts), METH_FASTCALL,
+     "read_parts(count, nbytes, layer, seed, files, blocks, rows, offsets, to, expected, buffer, depth, piece_bytes) -> the first part "
+     "that couldn't be read or -1, and an errno, -1 for other bytes than expected, or -2 for none"},
+    {"crc32", fast(ktopt::checksum), METH_FASTCALL, "crc32(begun, address, nbytes)"},
     {"experts", fast(make_experts), METH_FASTCALL,
      "experts(activation, shared, then kind, address, rows, columns, nbytes of gate, up and down of each expert) -> object"},
     {"run_experts", fast(call_experts), METH_FASTCALL,

@@ -63,7 +63,6 @@ def decode(held: BlockLayer, query_BN1D: torch.Tensor) -> torch.Tensor:
     batch, heads, _, dim = query_BN1D.shape
     q_RHD = query_BN1D.reshape(held.rows, -1, dim)
     picks_RK = choose(held, q_RHD)
-    held.shared.prefetch(held.number + 1)
     out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, picks_RK)
     if held.shared.settings.anchor_type == "DYNAMIC":
         held.asked.add(query_BN1D, log_sums_RH.view(batch, heads, 1), held.get_seq_length())
@@ -75,18 +74,35 @@ def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor
     """Attention to the sink, the window and chosen blocks, or all: (R, H, V) and (R, H)."""
     ends, store = _ends(held), held.shared.store
     if held.shared.gpu is not None:
+        held.shared.prefetch(held.number + 1)
         return _attend_on_gpu(held, held.shared.gpu, q_RHD, ends, picks_RK)
     if picks_RK is not None:
-        return _attend(held, q_RHD, [*ends, _picked(held, picks_RK, store.fetch(held.number, picks_RK))])
+        return _attend_picked(held, q_RHD, ends, picks_RK)
     all_RM = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
     addresses_RM = store.addresses[held.number, :, : held.middle]
     if bool(addresses_RM.all()):
-        return _attend(held, q_RHD, [*ends, _picked(held, all_RM, addresses_RM.contiguous())])
+        return _attend(held, q_RHD, [*ends, _picked(held, addresses_RM.contiguous(), held.hidden(all_RM))])
     parts = [_attend(held, q_RHD, ends)]
     for first, end in held.tiles():
         some_RK = all_RM[:, first:end].contiguous()
-        parts.append(_attend(held, q_RHD, [_picked(held, some_RK, store.fetch(held.number, some_RK))]))
+        addresses_RK = store.fetch(held.number, some_RK)
+        held.prefetch(end, end + held.shared.tile_blocks)
+        parts.append(_attend(held, q_RHD, [_picked(held, addresses_RK, held.hidden(some_RK))]))
     return merge(parts)
+
+
+def _attend_picked(held: BlockLayer, q_RHD: torch.Tensor, ends: list[CacheSegments], picks_RK: torch.Tensor) -> Part:
+    """While blocks come from disk, those that are in memory are attended to."""
+    addresses_RK, rest = held.shared.store.fetch_begin(held.number, picks_RK)
+    held.shared.prefetch(held.number + 1)
+    if rest is None:
+        return _attend(held, q_RHD, [*ends, _picked(held, addresses_RK, held.hidden(picks_RK))])
+    tokens, hidden_RK = held.shared.tokens, held.hidden(picks_RK)
+    hidden_RK = torch.zeros_like(addresses_RK) if hidden_RK is None else hidden_RK
+    there_RK = addresses_RK != 0
+    first = _attend(held, q_RHD, [*ends, _picked(held, addresses_RK, hidden_RK.masked_fill(~there_RK, tokens))])
+    others = _picked(held, rest(), hidden_RK.masked_fill(there_RK, tokens))
+    return merge([first, _attend(held, q_RHD, [others])])
 
 
 def _attend_on_gpu(
@@ -107,9 +123,9 @@ def _attend(held: BlockLayer, q_RHD: torch.Tensor, segments: Sequence[Segments])
     return attend(q_RHD.contiguous(), segments, value_dim=layout.value_dim, scale=held.scale)
 
 
-def _picked(held: BlockLayer, picks_RK: torch.Tensor, addresses_RK: torch.Tensor) -> BlockSegments:
+def _picked(held: BlockLayer, addresses_RK: torch.Tensor, hidden_RK: torch.Tensor | None) -> BlockSegments:
     assert held.shared.layout is not None
-    return BlockSegments(held.shared.layout, addresses_RK, held.hidden(picks_RK))
+    return BlockSegments(held.shared.layout, addresses_RK, hidden_RK)
 
 
 def _ends(held: BlockLayer) -> list[CacheSegments]:

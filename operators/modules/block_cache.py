@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
 from ktopt.diagnostics import KtoptError
+from ktopt.kernels.cpu.block_io import reader
 from ktopt.operators.modules.block_device import BlockDevice, pool_bytes
 from ktopt.operators.modules.block_window import SLACK_TOKENS
 from ktopt.weights.ggml_types import BY_NAME
@@ -179,7 +181,13 @@ class BlockCache:
         if memory.disk_path is None or not (needed or memory.prefix_reuse):
             return None
         most = None if memory.disk_size_GB is None else int(memory.disk_size_GB * GIGA)
-        return DiskTier(memory.disk_path, model_hash=self.model_hash, disk_bytes=most, durable=memory.prefix_reuse)
+        return DiskTier(
+            Path(memory.disk_path).expanduser(),
+            model_hash=self.model_hash,
+            disk_bytes=most,
+            durable=memory.prefix_reuse,
+            read_parts=reader(),
+        )
 
     def prefetch(self, number: int) -> None:
         """Have a layer's likely blocks, those chosen last for it, brought from disk into memory while another computes."""

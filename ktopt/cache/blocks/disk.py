@@ -12,8 +12,9 @@ import errno
 import logging
 import mmap
 import os
+import resource
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from ktopt.cache.blocks.fileio import read_all, read_header, sync_folder, write_all
 from ktopt.cache.blocks.files import PAGE, BlockHeader, FileShape, pack_header, rounded_to_page
 from ktopt.cache.blocks.folders import SessionFolder
-from ktopt.cache.blocks.handles import Handles
+from ktopt.cache.blocks.handles import Handle, Handles
 from ktopt.cache.blocks.statistics import megabytes
 from ktopt.diagnostics import KtoptError
 
@@ -36,14 +37,16 @@ ENDINGS = (".part", ".part", ".block")
 BLOCK_INDEX_BYTES = 3
 """What a block's state and its count of written layers take."""
 CHECKSUM_BYTES = 4
+MOST_OPEN_FILES = 4096
 
 
 class DiskTier:
     """Blocks in `folder`, which is made where it is missing, and never more than `disk_bytes` of them.
 
     `direct` reads past the page cache (O_DIRECT, or where the file system knows no such thing, by dropping pages after each read),
-    so that reads cost what the disk costs. `durable` is for files that other sessions may use: they are fsynced. One store opens
-    a tier; `read` may be called from several threads while one writes.
+    so that reads cost what the disk costs. `durable` is for files that other sessions may use: they are fsynced. `readers` are the
+    reads under way at a time, by `read_parts` (kernels.cpu.block_io) where it is given, else by threads. One store opens a tier;
+    `read` may be called from several threads while one writes.
     """
 
     def __init__(
@@ -54,17 +57,19 @@ class DiskTier:
         disk_bytes: int | None = None,
         direct: bool = False,
         durable: bool = True,
-        readers: int = 4,
-        open_files: int = 128,
+        readers: int = 8,
+        open_files: int | None = None,
+        read_parts: Callable[..., tuple[int, int]] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.model_hash, self.disk_bytes, self.direct, self.durable = model_hash, disk_bytes, direct, durable
-        self.readers = readers
-        self.handles = Handles(open_files, self._open_file)
+        self.readers, self.read_parts = readers, read_parts
+        self._open_files = open_files
 
     def open(self, shape: FileShape, max_blocks: int) -> None:
         """Make the session's folder. KtoptError where there can't be one."""
         self.shape = shape
+        self.handles = Handles(self._open_files or min(2 * max_blocks, _files_to_open()), self._open_file)
         self._states_M = np.zeros(max_blocks, dtype=np.uint8)
         self._layers_written_M = np.zeros(max_blocks, dtype=np.uint16)
         self.checksums_LRM = np.zeros((shape.layers, shape.rows, max_blocks), dtype=np.uint32)
@@ -79,7 +84,8 @@ class DiskTier:
 
     def overhead_bytes(self, shape: FileShape, max_blocks: int) -> int:
         """What a tier keeps in memory: its index, and the buffers of its readers and of the thread that they read for."""
-        buffers = (self.readers + 1) * buffer_bytes(shape) if self.direct else 0
+        pieces = 2 * self.readers if self.read_parts else self.readers + 1
+        buffers = pieces * buffer_bytes(shape) if self.direct else 0
         return max_blocks * (BLOCK_INDEX_BYTES + CHECKSUM_BYTES * shape.layers * shape.rows) + buffers
 
     def require_room(self, blocks: int, why: str) -> None:
@@ -251,10 +257,10 @@ class DiskTier:
         try:
             self._read(layer, block, self.shape.offset(layer, first_row), parts, buffer)
         except OSError as error:
-            raise self._lost(layer, block, error.strerror or str(error)) from error
+            raise self.lost(layer, block, error.strerror or str(error)) from error
         for row, part in enumerate(parts, first_row):
             if self.shape.checksum(block, layer, row, part) != self.checksums_LRM[layer, row, block]:
-                raise self._lost(layer, block, "the bytes there are not those that were written")
+                raise self.lost(layer, block)
 
     def _read(self, layer: int, block: int, offset: int, parts: list[memoryview], buffer: memoryview | None) -> None:
         handle = self.handles.get(block, self.direct)
@@ -271,11 +277,36 @@ class DiskTier:
             part[:] = buffer[at : at + len(part)]
             at += len(part)
 
-    def _lost(self, layer: int, block: int, why: str) -> KtoptError:
+    def files_of(self, layer: int, blocks: Iterable[int]) -> dict[int, Handle]:
+        """The files of blocks of which parts of a layer are to be read. KtoptError where one can't be opened."""
+        handles = {}
+        for block in blocks:
+            if block not in handles:
+                try:
+                    handles[block] = self.handles.get(block, self.direct)
+                except OSError as error:
+                    raise self.lost(layer, block, error.strerror or str(error)) from error
+        return handles
+
+    def drop_pages(self, files: list[int]) -> None:
+        """Have the page cache forget files, where that stands for direct reads."""
+        if self._drop_pages:
+            for file in files:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def lost(self, layer: int, block: int, why: str | None = None) -> KtoptError:
+        """The error of a block that can't be read back: why, or that its bytes are others."""
+        why = why or "the bytes there are not those that were written"
         return KtoptError(
             f"{self.path(block)}: layer {layer} of block {block} can't be read back: {why}. This was its only copy: "
             "look at the disk, and compute the context anew"
         )
+
+
+def _files_to_open() -> int:
+    """A quarter of what the process may have open, which others need too."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(16, min(MOST_OPEN_FILES, allowed // 4))
 
 
 def buffer_bytes(shape: FileShape) -> int:

@@ -74,12 +74,13 @@ class FileShape:
         return self.header_bytes + layer * self.layer_bytes + row * self.layout.nbytes
 
     @cached_property
-    def _seed(self) -> int:
+    def seed(self) -> int:
+        """What checksums of parts begin with."""
         return zlib.crc32(self.digest)
 
     def checksum(self, block: int, layer: int, row: int, data: memoryview | bytes) -> int:
         """Of a part's bytes, as a part of this place."""
-        return zlib.crc32(data, zlib.crc32(b"%d,%d,%d" % (block, layer, row), self._seed))
+        return zlib.crc32(data, zlib.crc32(b"%d,%d,%d" % (block, layer, row), self.seed))
 
 
 @dataclass(frozen=True)

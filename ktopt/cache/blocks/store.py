@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.files import BlockHeader, FileShape
+from ktopt.cache.blocks.foresight import Foresight
 from ktopt.cache.blocks.layout import BlockLayout
 from ktopt.cache.blocks.pools import Budget, Pools
 from ktopt.cache.blocks.residency import KNOWN, ON_DISK, PART_INDEX_BYTES, Residency
@@ -64,6 +65,8 @@ class BlockStore:
         self._first_parts_LR1 = np.arange(layers * rows, dtype=np.int64).reshape(layers, rows, 1) * max_blocks
         self._kept = NONE  # what was fetched last, which stays put
         self._counts = CacheStatistics()
+        self._foresight = Foresight()
+        self._adopted = False
         self._traffic = self._open(disk, shape, rows * fetch_blocks) if disk else None
 
     @property
@@ -93,12 +96,18 @@ class BlockStore:
     def fetch(self, layer: int, picks_RK: torch.Tensor) -> torch.Tensor:
         """Addresses (R, K) of what each row has picked, int32 or int64, in memory. They hold until the store's next fetch or put.
         KtoptError for a block that isn't there, and for one whose only copy was on disk and is damaged."""
+        addresses_RK, rest = self.fetch_begin(layer, picks_RK)
+        return addresses_RK if rest is None else rest()
+
+    def fetch_begin(self, layer: int, picks_RK: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """The addresses (R, K) of parts in memory, 0 for those that are on their way from disk; and what waits for these and gives
+        all addresses, None where none is missing. They hold as those of `fetch` do."""
         parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
         addresses_RK = self._addresses_P[parts_RK]
         if np.count_nonzero(addresses_RK) < addresses_RK.size:
             return self._fetch_missing(layer, parts_RK)
         self._mark(layer, parts_RK, addresses_RK)
-        return torch.from_numpy(addresses_RK)
+        return torch.from_numpy(addresses_RK), None
 
     def touch(self, layer: int, picks_RK: torch.Tensor) -> None:
         """Note that a kernel has used these picks, all in memory, at the `addresses`: as `fetch`, but without asking for them."""
@@ -107,12 +116,12 @@ class BlockStore:
 
     def prefetch(self, layer: int, picks_RK: torch.Tensor) -> None:
         """Begin to bring in what is likely to be picked soon. What the last fetch has asked for stays in memory, and where there is
-        no room beside it, this brings in less, or nothing."""
-        if self._traffic is None:
+        no room beside it, this brings in less, or nothing; so it does where most of what was brought in so was of no use."""
+        if self._traffic is None or self._all_in_memory:
             return
         parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
-        if np.count_nonzero(self._addresses_P[parts_RK]) < parts_RK.size:
-            self._traffic.begin_reads(layer, np.unique(parts_RK), self._kept)
+        if np.count_nonzero(self._addresses_P[parts_RK]) < parts_RK.size and self._foresight.pays():
+            self._foresight.brings(layer, self._traffic.begin_reads(layer, np.unique(parts_RK), self._kept))
 
     def truncate(self, blocks: int) -> None:
         """Forget the blocks from `blocks` on, in all layers."""
@@ -120,12 +129,18 @@ class BlockStore:
             self._traffic.truncate(blocks)
         parts_LRM = self._first_parts_LR1 + np.arange(blocks, self.max_blocks)
         self._residency.forget(parts_LRM.reshape(-1))
+        self._foresight.forget()
         self._kept = NONE
 
     def flush(self) -> None:
         """Write all blocks to disk, durably. KtoptError where it doesn't take them."""
         if self._traffic is not None:
             self._traffic.flush()
+
+    @property
+    def _all_in_memory(self) -> bool:
+        """For sure: nothing has ever left memory, or come from elsewhere."""
+        return not (self._residency.evictions or self._adopted)
 
     @property
     def whole_blocks(self) -> int:
@@ -137,6 +152,7 @@ class BlockStore:
         """Take a file for a block, all layers of it: the block is on disk then. Raises as DiskTier.adopt does."""
         assert self.disk is not None, "only a cache with a disk tier takes files for blocks"
         self.disk.adopt(block, file, check)
+        self._adopted = True
         self._residency.state_P[self._first_parts_LR1[:, :, 0] + block] = KNOWN | ON_DISK
 
     def close(self) -> None:
@@ -170,6 +186,7 @@ class BlockStore:
 
     def _mark(self, layer: int, parts_RK: NDArray[np.int64], addresses_RK: NDArray[np.int64], misses: int = 0) -> None:
         self._kept = parts_RK
+        self._foresight.asked(layer, parts_RK)
         self._residency.warmth.mark(layer, parts_RK)
         on_device = int(np.count_nonzero(self._pools.on_device(addresses_RK))) if self._pools.device_slots else 0
         counts = self._counts
@@ -177,18 +194,25 @@ class BlockStore:
         counts.hits_device += on_device
         counts.hits_host += addresses_RK.size - misses - on_device
 
-    def _fetch_missing(self, layer: int, parts_RK: NDArray[np.int64]) -> torch.Tensor:
+    def _fetch_missing(self, layer: int, parts_RK: NDArray[np.int64]) -> tuple[torch.Tensor, Callable[[], torch.Tensor] | None]:
         unknown = parts_RK[(self._residency.state_P[parts_RK] & KNOWN) == 0]
         if unknown.size:
             raise KtoptError(f"block {unknown[0] % self.max_blocks} of layer {layer} isn't in the cache")
         assert self._traffic is not None, "without a disk all parts are in memory"
-        self._traffic.take_note()
+        traffic = self._traffic
+        traffic.take_note()
         found_RK = self._addresses_P[parts_RK]
         misses = found_RK.size - int(np.count_nonzero(found_RK))
         self._mark(layer, parts_RK, found_RK, misses)
-        if misses:
-            self._traffic.bring(parts_RK.reshape(-1))
-        return torch.from_numpy(self._addresses_P[parts_RK])
+        if not misses:
+            return torch.from_numpy(found_RK), None
+        traffic.begin_reads(layer, np.unique(parts_RK[found_RK == 0]), parts_RK, ahead=False)
+
+        def rest() -> torch.Tensor:
+            traffic.bring(parts_RK.reshape(-1))
+            return torch.from_numpy(self._addresses_P[parts_RK])
+
+        return torch.from_numpy(found_RK), rest
 
     def _check_memory(self, slots: int, fetch_blocks: int, *, disk: bool) -> None:
         part_bytes, parts = self.layout.nbytes, self.layers * self.rows * self.max_blocks

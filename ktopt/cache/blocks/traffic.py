@@ -12,18 +12,27 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktopt.cache.blocks.disk import DiskTier
-from ktopt.cache.blocks.reading import Readers, runs_of
+from ktopt.cache.blocks.reading import Readers, Wanted
 from ktopt.cache.blocks.residency import COMING, ON_DISK, Residency
 from ktopt.cache.blocks.statistics import CacheStatistics, megabytes
 from ktopt.cache.blocks.writing import Job, WriteBehind
 from ktopt.diagnostics import KtoptError
 
 NONE = np.zeros(0, dtype=np.int64)
+
+
+class Coming(NamedTuple):
+    """A read that has begun, and the slots that it fills. `ahead`: of parts that nobody had asked for."""
+
+    read: Future[None]
+    slots_S: NDArray[np.int64]
+    ahead: bool
 
 
 class DiskTraffic:
@@ -33,8 +42,8 @@ class DiskTraffic:
         self._disk, self._residency, self._counts = disk, residency, counts
         self._rows, self._max_blocks, self._step_parts = disk.shape.rows, max_blocks, step_parts
         self._writer = WriteBehind(disk, residency.pools.memory)
-        self._readers = Readers(disk, residency.pools.memory)
-        self._coming: list[tuple[Future[None], NDArray[np.int64]]] = []  # reads, and the slots that they fill
+        self._readers = Readers(disk, residency.pools)
+        self._coming: list[Coming] = []
 
     def write(self, layer: int, block: int, slots_R: list[int], *, begin: bool) -> None:
         """Write a layer of a block some time; with `begin` from now on."""
@@ -71,31 +80,34 @@ class DiskTraffic:
             )
         with self._waiting():
             while (self._residency.state_P[parts_S] & COMING).any():
-                self._coming[0][0].exception()
+                self._coming[0].read.exception()
                 self.take_note()
             missing_S = np.unique(parts_S[self._residency.addresses_P[parts_S] == 0])
             if len(missing_S):
                 self._wait_for_room(len(missing_S), parts_S)
                 self._read(missing_S)
 
-    def begin_reads(self, layer: int, parts_S: NDArray[np.int64], kept_parts: NDArray[np.int64]) -> None:
-        """Begin to read those of these parts of a layer that lie on disk alone, as far as there is room beside `kept_parts`."""
+    def begin_reads(
+        self, layer: int, parts_S: NDArray[np.int64], kept_parts: NDArray[np.int64], *, ahead: bool = True
+    ) -> NDArray[np.int64]:
+        """Begin to read those of these parts of a layer that lie on disk alone, as far as there is room beside `kept_parts`; which
+        those are. `ahead`: before anybody has asked for them."""
         self.take_note()
         residency = self._residency
         on_disk_S = (residency.state_P[parts_S] & (ON_DISK | COMING)) == ON_DISK
-        wanted_S = parts_S[on_disk_S & (residency.addresses_P[parts_S] == 0)]
+        wanted_S: NDArray[np.int64] = parts_S[on_disk_S & (residency.addresses_P[parts_S] == 0)]
         if not residency.make_room(len(wanted_S), np.concatenate((kept_parts.reshape(-1), parts_S))):
             wanted_S = wanted_S[: residency.pools.free]
         if not len(wanted_S):
-            return
+            return NONE
         slots_S = residency.pools.take(wanted_S)
         residency.state_P[wanted_S] |= COMING
-        residency.warmth.expect(layer, wanted_S)
-        runs = runs_of(wanted_S, slots_S, self._rows, self._max_blocks)
-        for some in self._readers.shares(runs, self._disk.readers):
-            slots = np.array([slot for run in some for slot in run.slots], dtype=np.int64)
-            self._coming.append((self._readers.start(some), slots))
-            self._counts.reads += len(some)
+        if ahead:
+            residency.warmth.expect(layer, wanted_S)
+        wanted = Wanted.of(wanted_S, slots_S, self._rows, self._max_blocks)
+        self._coming += [Coming(*begun, ahead) for begun in self._readers.start(wanted)]
+        self._counts.reads += 1 + int(np.count_nonzero(wanted.apart_S))
+        return wanted_S
 
     def take_note(self) -> None:
         """Of what has been written and read in the meantime."""
@@ -103,11 +115,11 @@ class DiskTraffic:
             parts_R = (job.layer * self._rows + np.arange(self._rows)) * self._max_blocks + job.block
             self._residency.state_P[parts_R] |= ON_DISK
         coming, self._coming = self._coming, []
-        for future, slots_S in coming:
-            if future.done():
-                self._land(future, slots_S)
+        for each in coming:
+            if each.read.done():
+                self._land(*each)
             else:
-                self._coming.append((future, slots_S))
+                self._coming.append(each)
 
     def flush(self) -> None:
         """Have everything on disk, durably. KtoptError where it doesn't take it."""
@@ -117,8 +129,8 @@ class DiskTraffic:
             raise KtoptError(f"not all blocks of the cache could be written: {self._disk_in_words()}")
 
     def truncate(self, blocks: int) -> None:
-        for future, _ in self._coming:
-            future.exception()
+        for each in self._coming:
+            each.read.exception()
         self._writer.truncate(blocks)
         self.take_note()
 
@@ -130,17 +142,17 @@ class DiskTraffic:
     def _read(self, missing_S: NDArray[np.int64]) -> None:
         pools = self._residency.pools
         slots_S = pools.take(missing_S)
-        runs = runs_of(missing_S, slots_S, self._rows, self._max_blocks)
+        wanted = Wanted.of(missing_S, slots_S, self._rows, self._max_blocks)
         try:
-            self._readers.read(runs)
+            self._readers.read(wanted)
         except BaseException:
             pools.give_back(slots_S)
             raise
         self._residency.settle(missing_S, slots_S)
-        self._counts.reads += len(runs)
+        self._counts.reads += 1 + int(np.count_nonzero(wanted.apart_S))
         self._counts.read_bytes += len(missing_S) * pools.part_bytes
 
-    def _land(self, future: Future[None], slots_S: NDArray[np.int64]) -> None:
+    def _land(self, future: Future[None], slots_S: NDArray[np.int64], ahead: bool) -> None:
         pools = self._residency.pools
         parts_S = pools.owner[slots_S]
         self._residency.state_P[parts_S] &= ~np.uint8(COMING)
@@ -148,7 +160,7 @@ class DiskTraffic:
             pools.give_back(slots_S)
             return
         self._residency.settle(parts_S, slots_S)
-        self._counts.prefetched += len(parts_S)
+        self._counts.prefetched += len(parts_S) * ahead
         self._counts.read_bytes += len(parts_S) * pools.part_bytes
 
     def _wait_for_room(self, count: int, kept_parts: NDArray[np.int64]) -> None:
@@ -160,7 +172,7 @@ class DiskTraffic:
         """Until something has been written or read. False where nothing is under way."""
         progress = bool(self._writer.pending) and self._writer.wait_for_progress()
         if not progress and self._coming:
-            self._coming[0][0].exception()
+            self._coming[0].read.exception()
             progress = True
         self.take_note()
         return progress
