@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from blocked_models import ANCHORS, OneLayer
+from blocked_models import ANCHORS, OneLayer, blocked
 from flashinfer_stand_in import BatchDecodeWithPagedKVCacheWrapper
+from layer_fixtures import random_model
 from pretend_device import DEVICE, PretendDevice
 from transformers import DynamicCache
 
@@ -22,6 +23,7 @@ from ktopt.kernels.cuda import blocks as cuda_blocks
 from ktopt.operators.modules.block_attention import attend_blocks
 from ktopt.operators.modules.block_device import pool_bytes
 from ktopt.operators.modules.block_prefix import Prefixes
+from ktopt.operators.modules.dynamic_latent import LatentBlocks
 
 KINDS = [("FP16", 2e-3), ("BF16", 3e-2), ("Q8_0", 3e-2)]
 
@@ -174,6 +176,30 @@ def test_a_cache_begins_with_blocks_of_an_earlier_prompt(anchor_type: str, tmp_p
         prefixes.keep([*ids, 0])
         one.shared.close()
     torch.testing.assert_close(made[0], made[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("select", [64, 1])
+def test_latents_are_attended_to_there_as_on_the_cpu(select: int) -> None:
+    model = blocked(random_model("deepseek_v3"), kv_type="FP16", block_size=16, local_windows_len=16, second_select_num=select)
+    here = model.model.layers[0].self_attn
+    x = torch.randn(1, 200, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    turns = model.model.rotary_emb(x, torch.arange(200).unsqueeze(0))
+
+    def attended(attention: torch.nn.Module, x: torch.Tensor, *turns: torch.Tensor) -> torch.Tensor:
+        cache, made = DynamicCache(config=model.config), []
+        for part in (slice(0, 197), *(slice(at, at + 1) for at in range(197, 200))):
+            embeddings = tuple(each[:, part] for each in turns)
+            made.append(attention(x[:, part], position_embeddings=embeddings, past_key_values=cache)[0])
+        assert isinstance(cache.layers[0], LatentBlocks)
+        assert cache.layers[0].middle > 1
+        return torch.cat(made, dim=1)
+
+    wanted = attended(here, x, *turns)
+    for module in here.modules():
+        module._parameters.update({name: each.detach().to(DEVICE) for name, each in module._parameters.items() if each is not None})
+    made = attended(here, *(each.to(DEVICE) for each in (x, *turns)))
+    assert made.device == DEVICE
+    torch.testing.assert_close(made.cpu(), wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_budgets_that_do_not_hold_a_step_are_refused_with_the_numbers() -> None:

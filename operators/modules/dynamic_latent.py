@@ -71,8 +71,8 @@ class KDynamicLatentAttention(Blocked, KDeepseekV2Attention):  # type: ignore[mi
         cache = cache if cache is not None else past_key_values
         if reason := self._unfit(x_BSH, position_embeddings, kwargs):
             return reason
-        if cache is None or not x_BSH.is_cpu:
-            return "there is no cache" if cache is None else "an input that isn't in this machine's memory"
+        if cache is None:
+            return "there is no cache"
         held = self.block_layer(cache)
         if held is None:
             return "a cache of another kind"
