@@ -85,7 +85,9 @@ class CacheSettings(Section):
     cpu_memory_size_GB: float = option(64, help="bytes that the cache may take in main memory", minimum=0)
     disk_path: str | None = option(None, help="folder for blocks that fit neither; without it none go to disk")
     disk_size_GB: float | None = option(
-        None, help="bytes that the cache, kept prefixes included, may take there; by default what is free", minimum=0
+        None,
+        help="bytes that the cache may take there, half of them for kept prefixes where there are; by default what is free",
+        minimum=0,
     )
     prefix_reuse: bool = option(
         False, help="keep the blocks of prompts under disk_path, for later sessions whose prompts begin with the same tokens"

@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("prefix")
     for name, seed in (("tiny", 3), ("another", 4)):
         make_tokenizer().save_pretrained(make_folder(made / name, make_model("llama", seed=seed)))
+    make_tokenizer().save_pretrained(make_folder(made / "wide", tiny_model("llama", 5, num_hidden_layers=3, head_dim=32)))
     return made
 
 
@@ -75,6 +76,35 @@ def test_a_small_choice_of_blocks_is_made_by_the_anchors_that_were_kept(folder: 
     again = opened(folder, tmp_path / "b", second_select_num=2)
     assert answer(again, PROMPT) == first
     assert again.statistics.reused_tokens >= 240
+
+
+@pytest.mark.parametrize("kv_type", ["FP32", "Q8_0"])
+def test_the_last_tokens_of_a_prompt_are_in_the_window_as_they_came(folder: Path, tmp_path: Path, kv_type: str) -> None:
+    """A prompt that ends soon after what is kept of a longer one: few blocks are chosen, so that the window counts."""
+    shorter, few = PROMPT[:, :250], {"second_select_num": 1, "kv_type": kv_type, "block_size": 32}
+    expected = answer(opened(folder, tmp_path / "a", name="wide", **few), shorter)
+    answer(opened(folder, tmp_path / "b", name="wide", **few), PROMPT)
+    again = opened(folder, tmp_path / "b", name="wide", **few)
+    assert answer(again, shorter) == expected
+    assert again.statistics.reused_tokens == (250 - 32 - 1) // 32 * 32
+
+
+def test_what_was_decoded_is_not_kept(folder: Path, tmp_path: Path) -> None:
+    """Such tokens have attended to chosen blocks, and so would what is read after them."""
+    with opened(folder, tmp_path) as session:
+        list(session.generate(PROMPT[:, :150], 16))
+        longer = torch.cat((session.tokens, PROMPT[:, 150:]), dim=1)
+        list(session.generate(longer, 4))
+        assert session.kvc2.match(longer) == (150 - 32 - 1) // 16 * 16 + 32  # the others have left the window since
+        session.chunk_prefill(PROMPT)
+        assert session.kvc2.match(PROMPT) == (300 - 32 - 1) // 16 * 16
+
+
+def test_sparse_prompts_are_known_by_what_chooses_their_blocks(folder: Path, tmp_path: Path) -> None:
+    answer(opened(folder, tmp_path, prefill="sparse", second_select_num=4), PROMPT)
+    for changes, found in (({}, 256), ({"second_select_num": 5}, 0), ({"prefill": "exact"}, 0)):
+        with opened(folder, tmp_path, **{"prefill": "sparse", "second_select_num": 4, **changes}) as session:
+            assert session.kvc2.match(PROMPT) == found, changes
 
 
 def test_blocks_are_of_their_model_weights_and_settings(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ktopt.plan import Plan
 WEIGHTS = (".gguf", ".safetensors")
 READ_BYTES = 1 << 24
 SETTINGS = ("block_size", "kv_type", "anchor_type", "anchor_num", "dense_layer_num", "layer_step")
-"""Those that decide what is kept of a block."""
+"""Those that decide what is kept of a block where a prompt attends to everything; where it doesn't, all do."""
 
 
 def model_hash(plan: Plan, weights: str | os.PathLike[str] | None, long: LongContextSettings) -> str:
@@ -32,7 +32,7 @@ def model_hash(plan: Plan, weights: str | os.PathLike[str] | None, long: LongCon
         state = file.stat()
         whole.update(_digest(str(file.resolve()), state.st_size, state.st_mtime_ns))
     steps = [(step.path, step.operator, step.dtype, dict(step.kwargs), sorted(step.runs)) for step in plan.steps]
-    settings = [getattr(long, name) for name in SETTINGS]
+    settings = [getattr(long, name) for name in SETTINGS] if long.prefill == "exact" else [repr(long)]
     whole.update(json.dumps([plan.model.config_digest, steps, settings], default=str).encode())
     return whole.hexdigest()
 

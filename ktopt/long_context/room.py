@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ktopt.cache.blocks.memory import GB, CacheBytes, cache_bytes, in_words, layer_shapes, tiers
+from ktopt.cache.blocks.memory import CacheBytes, cache_bytes, disk_share, in_words, layer_shapes, tiers
 from ktopt.config import CacheSettings, LongContextSettings, settle
 from ktopt.diagnostics import KtoptError
 from ktopt.placement import device_kind
@@ -48,9 +48,11 @@ def _check_disk(worst: int, kvc2: CacheSettings, long: LongContextSettings) -> N
     folder = Path(str(kvc2.disk_path)).expanduser()
     there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
     free = shutil.disk_usage(there).free
-    allowed = free if kvc2.disk_size_GB is None else min(free, int(kvc2.disk_size_GB * GB))
+    share = disk_share(kvc2)
+    allowed = free if share is None else min(free, share)
     if worst > allowed:
-        limit = "are free there" if allowed == free else "it may take (`disk_size_GB`)"
+        half = "half of " if kvc2.prefix_reuse else ""
+        limit = "are free there" if allowed == free else f"it may take ({half}`disk_size_GB`)"
         raise KtoptError(
             f"`disk_path: {kvc2.disk_path}`: a cache of {long.max_seq_len} tokens may put {in_words(worst)} there, and "
             f"{in_words(allowed)} {limit}: raise `cpu_memory_size_GB`, choose another folder, or a smaller `kv_type` or "

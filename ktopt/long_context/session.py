@@ -73,6 +73,7 @@ class LongContextSession:
         self.tokens = torch.empty(1, 0, dtype=torch.long)
         self.statistics = SessionStatistics()
         self._logits_1V: torch.Tensor | None = None
+        self._as_read = 0  # the first tokens that were read many at a time: others have attended to chosen blocks
         self.prefixes = self._open_prefixes()
 
     def _open_prefixes(self) -> Any:
@@ -92,7 +93,7 @@ class LongContextSession:
         if self.prefixes is None:
             return
         try:
-            self.prefixes.keep(self.tokens[0].tolist())
+            self.prefixes.keep(self.tokens[0, : self._as_read].tolist())
         except KtoptError as error:
             log.warning("the blocks of this prompt aren't kept for later ones: %s", error)
 
@@ -100,7 +101,7 @@ class LongContextSession:
         """Begin an empty context with what is kept of a prompt."""
         if self.prefixes is not None and not self.length:
             found = self.prefixes.restore(ids_1N[0].tolist())
-            self.tokens = ids_1N[:, :found]
+            self.tokens, self._as_read = ids_1N[:, :found], found
             self.statistics.reused_tokens += found
 
     @property
@@ -226,6 +227,7 @@ class LongContextSession:
         if tokens < self.length:
             self.cache.crop(tokens - self.length)
             self.tokens, self._logits_1V = self.tokens[:, :tokens], None
+            self._as_read = min(self._as_read, tokens)
 
     def _ids(self, inputs: torch.Tensor, past: Any) -> torch.Tensor:
         """Tokens as (1, N) on the CPU."""
@@ -274,6 +276,8 @@ class LongContextSession:
 
     def _step(self, ids_1N: torch.Tensor) -> torch.Tensor:
         logits_1V = self._decoder.logits(ids_1N.to(self._decoder.device), self.cache)[:, 0]
+        if self._as_read == self.length and ids_1N.shape[1] > 1:
+            self._as_read += ids_1N.shape[1]
         self.tokens = torch.cat((self.tokens, ids_1N), dim=1)
         return logits_1V
 

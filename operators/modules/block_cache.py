@@ -15,6 +15,7 @@ import torch
 
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
+from ktopt.cache.blocks.memory import disk_share
 from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
@@ -180,11 +181,10 @@ class BlockCache:
         memory = self.memory
         if memory.disk_path is None or not (needed or memory.prefix_reuse):
             return None
-        most = None if memory.disk_size_GB is None else int(memory.disk_size_GB * GIGA)
         return DiskTier(
             Path(memory.disk_path).expanduser(),
             model_hash=self.model_hash,
-            disk_bytes=most,
+            disk_bytes=disk_share(memory),
             durable=memory.prefix_reuse,
             read_parts=reader(),
         )

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ktopt.cache.blocks.memory import disk_share
 from ktopt.cache.blocks.prefix import PrefixStore
 from ktopt.kernels.anchors import Anchors
-from ktopt.operators.modules.block_cache import GIGA, BlockCache
+from ktopt.operators.modules.block_cache import BlockCache
 from ktopt.operators.modules.block_layer import ATTRIBUTE, BlockLayer, block_layer
 
 
@@ -47,7 +48,7 @@ class Prefixes:
         self.blocks, self.layers = blocks, [layer for layer in layers if layer is not None]
         for layer in self.layers:
             layer.start(1, rows, dims, device)
-        quota = blocks.memory.disk_size_GB
+        quota = disk_share(blocks.memory)
         self.store = PrefixStore(
             folder,
             model_hash=model_hash,
@@ -55,7 +56,7 @@ class Prefixes:
             layers=len(self.layers),
             rows=rows,
             sink_blocks=blocks.sinks,
-            quota_bytes=None if quota is None else int(quota * GIGA),
+            quota_bytes=quota,
         )
 
     def match(self, token_ids: Sequence[int]) -> int:
@@ -63,9 +64,11 @@ class Prefixes:
         return self.store.match(token_ids) * self.blocks.tokens
 
     def restore(self, token_ids: Sequence[int]) -> int:
-        """Have the empty cache begin with what is kept of a prompt, but for its last token; how many tokens that are."""
+        """Have the empty cache begin with what is kept of a prompt, but for its last ones, which a window must have as they
+        came; how many tokens that are."""
         blocks = self.blocks
-        taken = self.store.attach(blocks.store, token_ids, (len(token_ids) - 1) // blocks.tokens)
+        most = max(0, len(token_ids) - blocks.settings.local_windows_len - 1) // blocks.tokens
+        taken = self.store.attach(blocks.store, token_ids, most)
         sinks = self._take_sinks(self.store.sink(token_ids)) if taken else False
         middle = self._take_anchors(token_ids, taken - blocks.sinks) if sinks else 0
         if taken and (not sinks or middle < taken - blocks.sinks):

@@ -226,3 +226,11 @@ def device_budget(kvc2: CacheSettings, device_bytes: int | None) -> int | None:
 def in_words(count: int) -> str:
     """Bytes for a message: "1.30 GB", "2.5 MB"."""
     return f"{count / GB:.2f} GB" if count >= GB // 10 else f"{count / 1e6:.1f} MB"
+
+
+def disk_share(kvc2: CacheSettings) -> int | None:
+    """Bytes that a session's blocks may take on disk, and kept prefixes too: half of disk_size_GB each where prefixes are kept.
+    None for what is free."""
+    if kvc2.disk_size_GB is None:
+        return None
+    return int(kvc2.disk_size_GB * GB) // (2 if kvc2.prefix_reuse else 1)
