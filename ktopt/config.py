@@ -47,7 +47,11 @@ class LongContextSettings(Section):
 
     max_seq_len: int = option(32000, help="tokens that the cache can hold; rounded up to whole blocks", minimum=1)
     block_size: int = option(128, help="tokens of a block", minimum=1)
-    local_windows_len: int = option(4096, help="last tokens that are always attended to; rounded up to whole blocks", minimum=1)
+    local_windows_len: int = option(
+        4096,
+        help="last tokens that are always attended to; rounded up to whole blocks; by default less where the cache is small",
+        minimum=1,
+    )
     second_select_num: int = option(
         32, help="blocks attended to beside the first and the local ones", aliases=("second_block_count",), minimum=1
     )
@@ -62,7 +66,7 @@ class LongContextSettings(Section):
     )
     dense_layer_num: int = option(2, help="first layers, which attend to everything", minimum=0)
     preselect_block: bool = option(True, help="choose once by the prompt's last tokens, and then only within that choice")
-    preselect_block_count: int = option(32, help="blocks of that first choice", minimum=1)
+    preselect_block_count: int = option(32, help="blocks of that first choice; by default less where the cache is small", minimum=1)
     head_select_mode: Literal["SHARED", "SEPARATE"] = option(
         "SEPARATE", help="one choice for all heads, or one for each key and value head"
     )
@@ -133,7 +137,7 @@ def settled(sections: Sections) -> tuple[LongContextSettings, CacheSettings]:
     for name in ("long_context", "kvc2"):
         if problem := settings_problem(name, sections.get(name, {})):
             raise KtoptError(f"{name}: {problem}")
-    long = settle(LongContextSettings(**sections.get("long_context", {})))
+    long = settle(long_settings(sections.get("long_context", {})))
     if found := contradictions(long):
         raise KtoptError("long_context: " + "\n".join(f"{each.message}: {each.help}" for each in found))
     kvc2 = CacheSettings(**sections.get("kvc2", {}))
@@ -180,6 +184,23 @@ def anchors_of(anchor_type: str) -> int | None:
 def sink_blocks(block_size: int) -> int:
     """How many blocks at the beginning are always attended to: one, or as many as make 64 tokens where blocks are small."""
     return 1 if block_size > 32 else 64 // block_size
+
+
+def long_settings(given: Mapping[str, Any]) -> LongContextSettings:
+    """The settings of which these are written. Where the defaults of the window and the preselection, which nobody wrote, are more
+    than the cache holds, they are as much as it holds, half of it each."""
+    long = LongContextSettings(**given)
+    block = long.block_size
+    room = -(-long.max_seq_len // block) - sink_blocks(block)
+    window, chosen = -(-long.local_windows_len // block), long.preselect_block_count if long.preselect_block else 0
+    changes: dict[str, Any] = {}
+    if "local_windows_len" not in given and window + chosen > room:
+        window = max(1, min(window, room - chosen if "preselect_block_count" in given or not chosen else (room + 1) // 2))
+        changes["local_windows_len"] = window * block
+    if "preselect_block_count" not in given and window + chosen > room:
+        changes["preselect_block_count"] = max(1, room - window)
+        changes["preselect_block"] = long.preselect_block and (room > window or "preselect_block" in given)
+    return replace(long, **changes)
 
 
 def settle(long: LongContextSettings) -> LongContextSettings:

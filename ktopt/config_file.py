@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ktopt.config import SECTIONS, CacheSettings, Config, LongContextSettings, ModelSettings, memory_problem
+from ktopt.config import SECTIONS, CacheSettings, Config, ModelSettings, long_settings, memory_problem
 from ktopt.diagnostics import CompileError, Report
 from ktopt.parse import parse, read_source
 from ktopt.source import Document, Mapping, SourceFile
@@ -72,7 +72,7 @@ def check_config(document: Document, report: Report) -> Config | None:
     if len(report.errors) > before or "model" not in given:
         return None
     written, long = given.get("long_context", {}), root.get("long_context")
-    settings = LongContextSettings(**written)
+    settings = long_settings(written)
     settled = check_together(shape.inside("long_context"), long if isinstance(long, Mapping) else root, settings, written)
     kvc2, memory = CacheSettings(**given.get("kvc2", {})), root.get("kvc2")
     if (problem := memory_problem(kvc2)) and isinstance(memory, Mapping):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ktopt.config import CacheSettings, LongContextSettings, contradictions, settle
+from ktopt.config import CacheSettings, LongContextSettings, contradictions, long_settings, settle
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, Problem, field_types, operator, option
 from ktopt.operators.attention import is_latent
@@ -51,7 +51,7 @@ def _cross_check(cls: type[OperatorConfig], given: Mapping[str, Any]) -> list[Pr
     """What can't stand together among kwargs that are written."""
     known = {f.name for f in dataclasses.fields(LongContextSettings)}
     written = {name: value for name, value in given.items() if name in known and value is not None}
-    found = contradictions(settle(LongContextSettings(**written)))
+    found = contradictions(settle(long_settings(written)))
     return [Problem(each.keys[0], "value", f"{each.message}: {each.help}") for each in found if set(each.sure) <= set(written)]
 
 
@@ -79,8 +79,9 @@ def settings_of(
     config: OperatorConfig, long: LongContextSettings | None = None, memory: CacheSettings | None = None
 ) -> tuple[LongContextSettings, CacheSettings]:
     """What an operator runs by: its own kwargs, else the model's settings, else defaults."""
+    given = _given(config, LongContextSettings)
     return (
-        dataclasses.replace(long or LongContextSettings(), **_given(config, LongContextSettings)),
+        long_settings(given) if long is None else dataclasses.replace(long, **given),
         dataclasses.replace(memory or CacheSettings(), **_given(config, CacheSettings)),
     )
 

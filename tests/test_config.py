@@ -76,6 +76,12 @@ def test_what_is_left_out_has_a_default() -> None:
     ("representative_type: FIXED", "anchor_type", "FIXED"),
     ("max_seq_len: 32768", "max_seq_len", 32768),
     ("local_windows_len: 4000", "local_windows_len", 4096),
+    ("max_seq_len: 8192", "local_windows_len", 4096),
+    ("max_seq_len: 8192", "preselect_block_count", 31),
+    ("max_seq_len: 2000", "local_windows_len", 1024),
+    ("max_seq_len: 4096, preselect_block_count: 24", "local_windows_len", 896),
+    ("max_seq_len: 4096, preselect_block: false", "local_windows_len", 3968),
+    ("max_seq_len: 8192, local_windows_len: 8064", "preselect_block", False),
     ("kv_type: FP16, block_size: 48, max_seq_len: 48000", "block_size", 48),
 ])  # fmt: skip
 def test_settings_are_settled(settings: str, name: str, value: Any) -> None:
@@ -87,8 +93,8 @@ def test_settings_are_settled(settings: str, name: str, value: Any) -> None:
     (long("anchor_type: BLOCK_MAX, anchor_num: 2"), "KT210", 2, "BLOCK_MAX` needs `anchor_num: 1`, not 2"),
     (long("anchor_type: FIXED, anchor_num: 129"), "KT210", 2, "has no 129 keys"),
     (long("kv_type: Q8_0, block_size: 48"), "KT210", 2, "a multiple of 32, not 48"),
-    (long("max_seq_len: 8192, preselect_block_count: 32"), "KT210", 2, "are 65 blocks, and the cache holds 64"),
-    (long("max_seq_len: 4096, preselect_block: false"), "KT210", 2, "are 33 blocks, and the cache holds 32"),
+    (long("max_seq_len: 8192, local_windows_len: 4096, preselect_block_count: 32"), "KT210", 2, "are 65 blocks"),
+    (long("max_seq_len: 4096, local_windows_len: 4096, preselect_block: false"), "KT210", 2, "are 33 blocks"),
     (long("block_size: 0"), "KT210", 2, "at least 1, not 0"),
     (MODEL + "kvc2: {utilization_percentage: 1.5}\n", "KT210", 2, "from 0 to 1, not 1.5"),
     (MODEL + "kvc2: {prefix_reuse: true}\n", "KT210", 2, "there is no `disk_path`"),

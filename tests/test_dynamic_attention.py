@@ -223,9 +223,10 @@ def test_a_copied_and_a_pickled_model_attend_as_the_original():
 def test_the_models_settings_count_where_a_kwarg_is_null_and_defaults_after_them():
     ours = fused(random_model("llama"), rules().split("kwargs:")[0] + "kwargs: {max_seq_len: 600}}\n")
     attention = ours.model.layers[0].self_attn
-    assert attention.settings == (LongContextSettings(max_seq_len=600), CacheSettings())
+    small = LongContextSettings(max_seq_len=600, local_windows_len=256, preselect_block_count=2)
+    assert attention.settings == (small, CacheSettings())
     with pytest.raises(KtoptError, match="the cache holds 5"):
-        ours(IDS)
+        attention.use_long_context(LongContextSettings(local_windows_len=4096), None)
     attention.use_long_context(
         LongContextSettings(max_seq_len=6400, block_size=64, second_select_num=3, local_windows_len=64, preselect_block=False),
         CacheSettings(gpu_only=True),

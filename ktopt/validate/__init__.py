@@ -222,7 +222,7 @@ class _Reader:
         for name in keys.SECTIONS:
             if (node := top.get(name)) is None:
                 continue
-            from ktopt.config import LongContextSettings
+            from ktopt.config import long_settings
             from ktopt.validate.settings import SectionReader, check_together
 
             section = shape.mapping(node, name, "its keys")
@@ -230,7 +230,7 @@ class _Reader:
             if values is None or section is None:
                 continue
             if name == "long_context":
-                check_together(shape.inside(name), section, LongContextSettings(**values), values, whole=False)
+                check_together(shape.inside(name), section, long_settings(values), values, whole=False)
             self.blocks[name] = {**values, **self.blocks[name]}
 
     def ruleset(self, document: Document) -> RuleSet:
