@@ -87,6 +87,19 @@ def test_a_prompt_read_in_chunks_has_the_same_answer_and_tells_its_progress(fold
     assert told == [(done, 60) for done in (7, 14, 21, 28, 35, 42, 49, 56, 60)]
 
 
+@pytest.mark.parametrize("tokens", [56, 57, 58])
+def test_a_prompt_s_last_token_attends_to_everything_too(folder: Path, plain: Any, tokens: int) -> None:
+    """Where it would stand alone in its chunk, and where a prompt comes again."""
+    text = (folder / "chunks.yaml").read_text().replace("second_select_num: 64", "second_select_num: 1")
+    (folder / "few.yaml").write_text(text)
+    model, _ = load_model(folder / "tiny", AS_IT_IS, mode="long_context", config=folder / "few.yaml")
+    with torch.no_grad(), model.ktopt_session as session:
+        expected = plain(prompt(tokens)).logits[:, -1]
+        torch.testing.assert_close(session.chunk_prefill(prompt(tokens)), expected, rtol=1e-4, atol=1e-5)
+        list(session.generate(prompt(tokens), 2))
+        assert [int(session.decode_wrapper(None, inputs=prompt(tokens)))] == expected.argmax(-1).tolist()
+
+
 def test_what_a_prompt_begins_with_is_not_read_again(session: Any, plain: Any) -> None:
     list(session.generate(prompt(50), 4))
     before = session.statistics.prompt_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ def check_room(plan: Plan, long: LongContextSettings, kvc2: CacheSettings) -> No
 def _check_disk(worst: int, kvc2: CacheSettings, long: LongContextSettings) -> None:
     folder = Path(str(kvc2.disk_path)).expanduser()
     there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise KtoptError(f"`disk_path: {kvc2.disk_path}`: {there} is no folder that can be written to: choose another")
     free = shutil.disk_usage(there).free
     share = disk_share(kvc2)
     allowed = free if share is None else min(free, share)

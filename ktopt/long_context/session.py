@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 CACHE = "ktopt_blocks"
 """Where transformers' Cache holds what its layers of blocks have in common."""
+LEAST_READ = 2
+"""Tokens that are read together at the end of a prompt: a single one would choose blocks, as one that is decoded does."""
 Progress = Callable[[int, int], None]
 """Called with the tokens of a prompt that have been read, and all of them."""
 
@@ -219,7 +222,7 @@ class LongContextSession:
         if len(differ):
             common = int(differ[0, 1])
         if common < self.length or (common == ids_1N.shape[1] and self._logits_1V is None):
-            common = max(0, min(common, ids_1N.shape[1] - 1))
+            common = max(0, min(common, ids_1N.shape[1] - LEAST_READ))
         self._crop(common)
         return ids_1N[:, common:]
 
@@ -261,10 +264,10 @@ class LongContextSession:
         self._check_room(self.length + ids_1N.shape[1])
         start, count = time.perf_counter(), ids_1N.shape[1]
         try:
-            for first in range(0, count, self.piece):
-                self._logits_1V = self._step(ids_1N[:, first : first + self.piece])
+            for first, end in _pieces(count, self.piece):
+                self._logits_1V = self._step(ids_1N[:, first:end])
                 if prompt and self.progress is not None:
-                    self.progress(min(first + self.piece, count), count)
+                    self.progress(end, count)
         except BaseException:
             self.reset()
             raise
@@ -284,6 +287,14 @@ class LongContextSession:
     def table(self) -> list[tuple[str, ...]]:
         """KVC2.table: the tiers of the cache."""
         return self.kvc2.table()
+
+
+def _pieces(count: int, longest: int) -> list[tuple[int, int]]:
+    """Begins and ends of a prompt's pieces. The last isn't a single token if there are others."""
+    ends = [*range(longest, count, longest), count]
+    if len(ends) > 1 and count - ends[-2] < LEAST_READ < longest:
+        ends[-2] = count - LEAST_READ
+    return list(pairwise([0, *ends]))
 
 
 def _first_of(positions: torch.Tensor, count: int) -> int:
