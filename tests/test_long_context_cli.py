@@ -81,6 +81,24 @@ def test_the_plan_shows_the_attention_and_what_a_context_takes(capsys: pytest.Ca
     assert "memory for a context of 139,264 tokens" in out
 
 
+def test_a_plan_needs_no_rules_either(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--mode", "long_context", "--context", "1000"]
+    assert main([*asked, "--config", "config.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("(rules of mode long_context) for ")
+    assert "KDynamicAttention" in out
+    assert main([*asked, "--model", "llama-2-70b", "--device", "cuda:0"]) == 0
+    assert "for llama-2-70b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ([], "which rules?"), (["--mode", "long_context"], "which model?"), (["--mode", "long_context", "--lock"], "--lock writes"),
+])  # fmt: skip
+def test_a_plan_of_nothing_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "code", "said"), [
     (["rules.yaml", "--context", "100"], 2, "--context goes with --mode long_context"),
     ([], 2, "which rules?"),

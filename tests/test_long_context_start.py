@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,19 @@ def test_a_disk_without_room_for_the_worst_case_is_refused(tiny: Path, tmp_path:
 def test_a_disk_size_that_is_too_small_is_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(KtoptError, match=r"0\.0 MB it may take \(`disk_size_GB`\)"):
         start(tiny, {"cpu_memory_size_GB": 0.0015, "disk_path": str(tmp_path), "disk_size_GB": 1e-6})
+
+
+@pytest.mark.parametrize("memory", [{"cpu_memory_size_GB": 0.0015}, {"prefix_reuse": True}])
+def test_a_disk_path_that_can_not_be_written_to_is_refused(
+    tiny: Path, tmp_path: Path, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ktopt.api.apply", lambda *a, **k: pytest.fail("the model was loaded"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KtoptError, match="file is no folder that can be written to"):
+        start(tiny, {**memory, "disk_path": str(tmp_path / "file" / "kvc")})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(KtoptError, match="is no folder that can be written to"):
+        start(tiny, {**memory, "disk_path": str(tmp_path / "kvc")})
 
 
 @pytest.mark.parametrize(("kvc2", "long", "said"), [

@@ -20,14 +20,18 @@ from ktopt.cli.terminal import columns, style_of
 from ktopt.compiler import Compilation, run_stages
 from ktopt.diagnostics import KtoptError, Severity, UsageError
 from ktopt.plan import Plan
+from ktopt.plan_options import LONG_CONTEXT
 from ktopt.selector.fields import about_machine, about_storage
+from ktopt.source import SourceFile
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rules",
         metavar="RULES",
-        help="a rule file, - for standard input, a shipped set such as smollm2/cpu, or a plan.json to show",
+        nargs="?",
+        help="a rule file, - for standard input, a shipped set such as smollm2/cpu, or a plan.json to show; --mode long_context "
+        "needs none",
     )
     add_model(parser)
     add_target(parser)
@@ -43,9 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rules.endswith(".json"):
+    if args.rules is not None and args.rules.endswith(".json"):
         return _show_file(args)
-    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
+    rules = rules_argument(args.rules) if args.rules is not None else _rules_of_the_mode(args)
+    compilation = run_stages(rules, model_argument(args), **stage_options(args))
     plan = compilation.plan
     errors = show_findings(compilation)
     if plan is None:
@@ -61,6 +66,24 @@ def run(args: argparse.Namespace) -> int:
     if args.output != "-":
         show(plan, args)
     return 1 if errors else 0
+
+
+def _rules_of_the_mode(args: argparse.Namespace) -> SourceFile:
+    """The rules that a model has in mode long_context without others; without --model and --weights the config says which model."""
+    if args.mode != LONG_CONTEXT or args.lock:
+        raise UsageError(
+            "which rules? Give a rule file, - for standard input, a shipped set or a plan.json"
+            + ("; --lock writes beside a rule file" if args.lock else f", or --mode {LONG_CONTEXT}")
+        )
+    from ktopt.arguments import config_given
+    from ktopt.long_context.config import found_config
+    from ktopt.long_context.rules import rules_for
+
+    config = args.config = config_given(args.config) if args.config else found_config()
+    if config is not None and args.model is None and args.weights is None:
+        args.model = config.model.name_or_path
+    device = args.device or (config.model.device if config is not None else None) or "cpu"
+    return rules_for(model_argument(args), device)
 
 
 def _show_file(args: argparse.Namespace) -> int:

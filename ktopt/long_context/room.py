@@ -39,15 +39,16 @@ def device_of(plan: Plan) -> str:
 
 
 def check_room(plan: Plan, long: LongContextSettings, kvc2: CacheSettings) -> None:
-    """KtoptError, with the numbers and what to change, where a full cache fits neither memory nor disk."""
+    """KtoptError, with the numbers and what to change, where a full cache fits neither memory nor disk, or nothing can be
+    written there."""
     where = tiers(full_cache(plan, long), kvc2, kind=device_kind(device_of(plan)))
-    if where.disk:
+    if where.disk or kvc2.prefix_reuse:
         _check_disk(where.disk, kvc2, long)
 
 
 def _check_disk(worst: int, kvc2: CacheSettings, long: LongContextSettings) -> None:
     folder = Path(str(kvc2.disk_path)).expanduser()
-    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
+    there = next((place for place in (folder, *folder.absolute().parents) if os.path.exists(place)), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise KtoptError(f"`disk_path: {kvc2.disk_path}`: {there} is no folder that can be written to: choose another")
     free = shutil.disk_usage(there).free
