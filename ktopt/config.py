@@ -166,11 +166,15 @@ def outside(value: Any, meta: Mapping[str, Any]) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     least, most = meta.get("minimum"), meta.get("maximum")
+    if isinstance(value, float) and abs(value) > LARGEST:
+        return f"a number up to {LARGEST:g}"
     if (least is not None and value < least) or (most is not None and value > most) or value != value:
         return f"from {least} to {most}" if most is not None else f"at least {least}"
     return ""
 
 
+LARGEST = 1e15
+"""What a setting that isn't whole may be at most: bytes are reckoned from it."""
 LENGTHS = ("max_seq_len", "local_windows_len")
 """Fields of long_context that are rounded up to whole blocks."""
 
@@ -258,10 +262,13 @@ def _beyond_the_cache(long: LongContextSettings) -> list[Contradiction]:
     return [Contradiction(message, help, (first, "local_windows_len", "max_seq_len"), ("max_seq_len", "local_windows_len"))]
 
 
-def memory_problem(kvc2: CacheSettings) -> tuple[str, str] | None:
-    """What can't stand together in kvc2, and what to do; None where nothing is wrong."""
+def memory_problem(kvc2: CacheSettings) -> tuple[str, str, str] | None:
+    """What can't be in kvc2, what to do, and the key to look at; None where nothing is wrong."""
+    if kvc2.disk_path is not None and not kvc2.disk_path.strip():
+        return "`disk_path` is empty", "write a folder, or delete the key", "disk_path"
     if kvc2.prefix_reuse and kvc2.disk_path is None:
-        return "`prefix_reuse` keeps blocks on disk, and there is no `disk_path`", "write `disk_path:`, a folder for them"
+        help = "write `disk_path:`, a folder for them"
+        return "`prefix_reuse` keeps blocks on disk, and there is no `disk_path`", help, "prefix_reuse"
     return None
 
 

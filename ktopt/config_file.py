@@ -76,5 +76,5 @@ def check_config(document: Document, report: Report) -> Config | None:
     settled = check_together(shape.inside("long_context"), long if isinstance(long, Mapping) else root, settings, written)
     kvc2, memory = CacheSettings(**given.get("kvc2", {})), root.get("kvc2")
     if (problem := memory_problem(kvc2)) and isinstance(memory, Mapping):
-        shape.inside("kvc2").error("KT210", problem[0], memory.key("prefix_reuse") or memory, help=problem[1])
+        shape.inside("kvc2").error("KT210", problem[0], memory.key(problem[2]) or memory, help=problem[1])
     return None if len(report.errors) > before else Config(ModelSettings(**given["model"]), settled, kvc2, given)

@@ -165,6 +165,12 @@ def test_a_prompt_is_continued_or_replaced_by_its_positions(session: Any, plain:
     (lambda: chunk_prefill(prompt(5), past_key_values=object()), "keeps its blocks itself"),
     (lambda: decode_wrapper(None), "needs next_token"),
     (lambda: decode_wrapper(None, inputs=prompt(5), seq_length=4), "seq_length is 4, and inputs are 5 tokens"),
+    (lambda: chunk_prefill(torch.tensor([[1, 2, 320]])), "tokens of this model are from 0 to 319, and here is 320"),
+    (lambda: chunk_prefill(torch.tensor([[1, -2]])), "from 0 to 319, and here is -2"),
+    (lambda: chunk_prefill("text"), "must be whole numbers, as a tensor or a list, not str"),
+    (lambda: chunk_prefill(prompt(5), torch.arange(5.0)), "cache_position must be whole numbers"),
+    (lambda: decode_wrapper(torch.tensor([3]), position_ids=torch.tensor([], dtype=torch.long)), "0 positions for 1 tokens"),
+    (lambda: list(current.current().generate(prompt(5), -1)), "whole number from 0 on, not -1"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused_before_any_work(session: Any, call: Any, said: str) -> None:
     with pytest.raises(KtoptError, match=said):
@@ -193,8 +199,9 @@ def test_a_failure_while_reading_loses_the_context_and_not_the_session(session: 
 
 def test_the_functions_need_a_model_and_a_closed_session_reads_nothing(session: Any) -> None:
     session.close()
-    with pytest.raises(UsageError, match="closed"):
-        chunk_prefill(prompt(3))
+    for call in (lambda: chunk_prefill(prompt(3)), session.reset, lambda: session.likeliest(prompt(3))):
+        with pytest.raises(UsageError, match="closed"):
+            call()
     current._last.clear()
     with pytest.raises(UsageError, match=r'load_model.*mode="long_context"'):
         chunk_prefill(prompt(3))

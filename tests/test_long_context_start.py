@@ -81,6 +81,13 @@ def test_a_disk_path_that_can_not_be_written_to_is_refused(
     ({}, {"anchor_type": "QUEST", "anchor_num": 3}, "`anchor_num: 2`, not 3"),
     ({}, {"kv_type": "Q8_0"}, "Q8_0 keeps 32 numbers together"),
     ({}, {"block_size": "many"}, "`block_size` must be a whole number"),
+    ({"cpu_memory_size_GB": float("inf")}, {}, "`cpu_memory_size_GB` must be a number up to 1e\\+15, not inf"),
+    ({"disk_size_GB": 1e300}, {}, "`disk_size_GB` must be a number up to 1e\\+15"),
+    ({"gpu_memory_size_GB": float("nan")}, {}, "`gpu_memory_size_GB` must be at least 0, not nan"),
+    ({"disk_path": " "}, {}, "`disk_path` is empty"),
+    ({"cpu_memory_size_GB": 0.0015, "disk_path": "~nobody-of-this-name/x"}, {}, "can't be a folder: Could not determine home"),
+    ({"cpu_memory_size_GB": 0.0015, "disk_path": "x" * 300}, {}, "can't be a folder: File name too long"),
+    ({"cpu_memory_size_GB": 0.0015, "disk_path": "a\0b"}, {}, "can't be a folder: embedded null byte"),
 ])  # fmt: skip
 def test_settings_that_can_not_be_are_refused_before_a_weight_is_read(
     tiny: Path, kvc2: dict[str, Any], long: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch

@@ -241,6 +241,27 @@ class TestForeignAndDamaged:
         path.write_bytes(content)
         assert prefixes(tmp_path).extra(tokens, 1) is None
         assert prefixes(tmp_path).extra(tokens, 2) == b"anchors 2"
+        assert prefixes(tmp_path).match(tokens) == 2
+        keep(tmp_path, tokens)
+        assert prefixes(tmp_path).extra(tokens, 1) == b"anchors 1"
+
+    def test_a_damaged_sink_is_kept_anew(self, tmp_path):
+        tokens = prompt(1)
+        keep(tmp_path, tokens)
+        (path,) = (tmp_path / "prefixes").glob("*.sink")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        assert attached(tmp_path, tokens) == 0
+        keep(tmp_path, tokens)
+        assert attached(tmp_path, tokens) == BLOCKS
+
+    def test_a_pipe_instead_of_a_file_is_not_waited_for(self, tmp_path):
+        tokens = prompt(1)
+        path = self.kept(tmp_path, tokens, 3)
+        path.unlink()
+        os.mkfifo(path)
+        assert prefixes(tmp_path).match(tokens) == attached(tmp_path, tokens) == 3
 
     def test_a_block_of_another_place(self, tmp_path):
         tokens = prompt(1)

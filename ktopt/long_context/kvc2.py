@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktopt.cache.blocks.folders import folder_at
 from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.config import CacheSettings
 
@@ -43,7 +44,7 @@ class KVC2:
     def folder(self) -> Path | None:
         """Where blocks of prompts outlive the session; None without prefix_reuse."""
         settings = self.settings
-        return Path(settings.disk_path).expanduser() / PREFIXES if settings.prefix_reuse and settings.disk_path else None
+        return folder_at(settings.disk_path) / PREFIXES if settings.prefix_reuse and settings.disk_path else None
 
     def match(self, prompt: Any) -> int:
         """How many tokens of a prompt (N or (1, N)) needn't be read, since an earlier session's blocks of them are there."""

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from ktopt.cache.blocks.folders import folder_at
 from ktopt.cache.blocks.memory import CacheBytes, cache_bytes, disk_share, in_words, layer_shapes, tiers
 from ktopt.config import CacheSettings, LongContextSettings, settle
 from ktopt.diagnostics import KtoptError
@@ -47,7 +48,7 @@ def check_room(plan: Plan, long: LongContextSettings, kvc2: CacheSettings) -> No
 
 
 def _check_disk(worst: int, kvc2: CacheSettings, long: LongContextSettings) -> None:
-    folder = Path(str(kvc2.disk_path)).expanduser()
+    folder = folder_at(str(kvc2.disk_path))
     there = next((place for place in (folder, *folder.absolute().parents) if os.path.exists(place)), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise KtoptError(f"`disk_path: {kvc2.disk_path}`: {there} is no folder that can be written to: choose another")

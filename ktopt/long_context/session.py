@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ log = logging.getLogger(__name__)
 
 CACHE = "ktopt_blocks"
 """Where transformers' Cache holds what its layers of blocks have in common."""
-LEAST_READ = 2
-"""Tokens that are read together at the end of a prompt: a single one would choose blocks, as one that is decoded does."""
+LEAST_AGAIN = 2
+"""Tokens of a prompt that are read again at least: one alone would choose blocks, as one that is decoded does."""
 Progress = Callable[[int, int], None]
 """Called with the tokens of a prompt that have been read, and all of them."""
 
@@ -58,6 +57,7 @@ class LongContextSession:
         self.settings, self.kvc2 = long, KVC2(self, kvc2)
         self.piece = prompt_piece(model.ktopt_plan) or long.chunk_size
         self.capacity = self._make_room(model, replace(long, chunk_size=self.piece))
+        self._words = int(model.get_input_embeddings().num_embeddings)
         self._decoder, self._made_for = Decoder(model), context_tokens(model)
         self._hash = model_hash(model.ktopt_plan, weights, long) if self.kvc2.folder is not None else ""
         self._take_cache()
@@ -113,9 +113,14 @@ class LongContextSession:
         return int(self.tokens.shape[1])
 
     def reset(self) -> None:
-        """Forget the context, and begin another."""
+        """Forget the context, and begin another. UsageError where the session is closed."""
+        self._check_open()
         self._close_cache()
         self._take_cache()
+
+    def _check_open(self) -> None:
+        if self.cache is None:
+            raise UsageError("this session is closed")
 
     def close(self) -> None:
         """Give back the cache's memory and files. Nothing more can be read."""
@@ -180,16 +185,17 @@ class LongContextSession:
         given = next_token if next_token is not None else inputs
         if given is None:
             raise UsageError("decode_wrapper needs next_token, or all tokens so far as inputs")
-        ids_1N = self._ids(given, past_key_values)
+        ids_1N, device = self._ids(given, past_key_values), getattr(given, "device", "cpu")
         if next_token is None:
-            return self.likeliest(self._rest_of(ids_1N, seq_length)).to(given.device)
+            return self.likeliest(self._rest_of(ids_1N, seq_length)).to(device)
         for name, at in (("position_ids", position_ids), ("cache_position", cache_position)):
-            if at is not None and int(at.reshape(-1)[0]) != self.length:
-                raise UsageError(f"{name} is {int(at.reshape(-1)[0])}, and the next token stands at {self.length}")
-        return self.likeliest(ids_1N).to(given.device)
+            if at is not None and (first := _first_of(at, ids_1N.shape[1], name)) != self.length:
+                raise UsageError(f"{name} is {first}, and the next token stands at {self.length}")
+        return self.likeliest(ids_1N).to(device)
 
     def likeliest(self, more_1N: torch.Tensor) -> torch.Tensor:
         """The likeliest token (1) after these, which are read first; they may be none."""
+        self._check_open()
         logits_1V = self._read(more_1N) if more_1N.shape[1] else self._logits_1V
         if logits_1V is None:
             raise UsageError("there is nothing in the context yet: read a prompt first")
@@ -202,7 +208,11 @@ class LongContextSession:
         isn't read again. `choose` makes a token of the tokens so far (1, N) and their logits (1, V), by default the likeliest."""
         ids_1N = self._ids(prompt, None)
         self._check_room(ids_1N.shape[1], longest=self.settings.max_seq_len)
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens must be a whole number from 0 on, not {max_new_tokens!r}")
         self._check_room(ids_1N.shape[1] + max_new_tokens - 1)
+        if self.prefixes is not None and self.length and int(self.tokens[0, 0]) != int(ids_1N[0, 0]):
+            self.reset()  # nothing of it stays, and an empty context can begin with what is kept
         self._restore(ids_1N)
         rest = self._rest_of(ids_1N, None)
         logits = self._read(rest, prompt=True) if rest.shape[1] else self._logits_1V
@@ -222,7 +232,7 @@ class LongContextSession:
         if len(differ):
             common = int(differ[0, 1])
         if common < self.length or (common == ids_1N.shape[1] and self._logits_1V is None):
-            common = max(0, min(common, ids_1N.shape[1] - LEAST_READ))
+            common = max(0, min(common, ids_1N.shape[1] - LEAST_AGAIN))
         self._crop(common)
         return ids_1N[:, common:]
 
@@ -234,14 +244,17 @@ class LongContextSession:
 
     def _ids(self, inputs: torch.Tensor, past: Any) -> torch.Tensor:
         """Tokens as (1, N) on the CPU."""
-        if self.cache is None:
-            raise UsageError("this session is closed")
+        self._check_open()
         if past is not None and past is not self.cache:
             raise UsageError("past_key_values is None or this session's own cache: it keeps its blocks itself")
-        ids_1N = torch.as_tensor(inputs).reshape(1, -1) if torch.as_tensor(inputs).dim() < 2 else inputs
-        if ids_1N.shape[0] != 1 or ids_1N.dim() != 2 or ids_1N.is_floating_point() or not ids_1N.numel():
-            raise UsageError(f"a session reads tokens of one sequence, not {tuple(inputs.shape)} of {inputs.dtype}")
-        return ids_1N.detach().to("cpu", torch.long)
+        given = _numbers(inputs, "tokens")
+        ids_1N = given.reshape(1, -1) if given.dim() < 2 else given
+        if ids_1N.shape[0] != 1 or ids_1N.dim() != 2 or not ids_1N.numel():
+            raise UsageError(f"a session reads tokens of one sequence, not {tuple(given.shape)} of {given.dtype}")
+        least, most = (int(each) for each in ids_1N.aminmax())
+        if least < 0 or most >= self._words:
+            raise UsageError(f"tokens of this model are from 0 to {self._words - 1}, and here is {least if least < 0 else most}")
+        return ids_1N
 
     def _check_room(self, tokens: int, longest: int | None = None) -> None:
         """KtoptError where a context of so many tokens is more than the cache holds, or than a prompt may have (`longest`). The
@@ -264,10 +277,10 @@ class LongContextSession:
         self._check_room(self.length + ids_1N.shape[1])
         start, count = time.perf_counter(), ids_1N.shape[1]
         try:
-            for first, end in _pieces(count, self.piece):
-                self._logits_1V = self._step(ids_1N[:, first:end])
+            for first in range(0, count, self.piece):
+                self._logits_1V = self._step(ids_1N[:, first : first + self.piece], prompt or count > 1)
                 if prompt and self.progress is not None:
-                    self.progress(end, count)
+                    self.progress(min(first + self.piece, count), count)
         except BaseException:
             self.reset()
             raise
@@ -277,9 +290,12 @@ class LongContextSession:
         assert self._logits_1V is not None
         return self._logits_1V
 
-    def _step(self, ids_1N: torch.Tensor) -> torch.Tensor:
+    def _step(self, ids_1N: torch.Tensor, reading: bool) -> torch.Tensor:
+        """Some tokens, which are a prompt's while `reading`, even if it is one alone."""
+        if (blocks := self.blocks) is not None:
+            blocks.reading = reading
         logits_1V = self._decoder.logits(ids_1N.to(self._decoder.device), self.cache)[:, 0]
-        if self._as_read == self.length and ids_1N.shape[1] > 1:
+        if self._as_read == self.length and reading:
             self._as_read += ids_1N.shape[1]
         self.tokens = torch.cat((self.tokens, ids_1N), dim=1)
         return logits_1V
@@ -289,20 +305,23 @@ class LongContextSession:
         return self.kvc2.table()
 
 
-def _pieces(count: int, longest: int) -> list[tuple[int, int]]:
-    """Begins and ends of a prompt's pieces. The last isn't a single token if there are others."""
-    ends = [*range(longest, count, longest), count]
-    if len(ends) > 1 and count - ends[-2] < LEAST_READ < longest:
-        ends[-2] = count - LEAST_READ
-    return list(pairwise([0, *ends]))
+def _numbers(given: Any, name: str) -> torch.Tensor:
+    """Whole numbers as a tensor on the CPU. UsageError for anything else."""
+    try:
+        numbers = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{name} must be whole numbers, as a tensor or a list, not {type(given).__name__}") from None
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool:
+        raise UsageError(f"{name} must be whole numbers, not {tuple(numbers.shape)} of {numbers.dtype}")
+    return numbers.detach().to("cpu", torch.long)
 
 
-def _first_of(positions: torch.Tensor, count: int) -> int:
+def _first_of(positions: Any, count: int, name: str = "cache_position") -> int:
     """Where tokens stand that follow one another. UsageError where they don't, or aren't so many."""
-    given = positions.reshape(-1)
+    given = _numbers(positions, name).reshape(-1)
     if len(given) != count:
-        raise UsageError(f"cache_position has {len(given)} positions for {count} tokens")
+        raise UsageError(f"{name} has {len(given)} positions for {count} tokens")
     first = int(given[0])
-    if not torch.equal(given.cpu(), torch.arange(first, first + count)):
-        raise UsageError(f"cache_position must be {first} to {first + count - 1}, one after the other")
+    if not torch.equal(given, torch.arange(first, first + count)):
+        raise UsageError(f"{name} must be {first} to {first + count - 1}, one after the other")
     return first

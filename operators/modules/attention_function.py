@@ -9,6 +9,7 @@ Legend: B sequences, S queries, N query heads, G heads of keys, X keys, D number
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from ktopt.operators.modules.masks import first_tokens
 NAME = "ktopt_blocks"
 UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 """Arguments of other attention functions that change what is computed."""
+
+
+class AtHand(threading.local):
+    """The module whose forward runs, and the layer of its cache: of each thread its own, since several may run one model."""
+
+    module: torch.nn.Module | None = None
+    layer: Any = None
+
+
+at_hand = AtHand()
 
 
 def register() -> None:
@@ -77,8 +88,8 @@ def attention(
     if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         raise KtoptError(f"{type(module).__name__} sees later tokens, which {NAME} doesn't compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    held = module.__dict__.get("held")
-    if held is not None:
+    held = at_hand.layer
+    if held is not None and at_hand.module is module:
         from ktopt.operators.modules.block_attention import attend_blocks
 
         starts_B = starts_of(attention_mask, query.shape[0], query.shape[2], held.get_seq_length(), 0)

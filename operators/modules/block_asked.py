@@ -33,6 +33,14 @@ class Asked:
         self._queries_BNQD, self._log_sums_BNQ = queries_BNQD[:, :, -KEPT:].clone(), log_sums_BNQ[:, :, -KEPT:].clone()
         self.end = end
 
+    def truncate(self, end: int) -> None:
+        """Forget the queries of tokens that stand at `end` or later."""
+        gone = self.end - end
+        if gone > 0:
+            kept = max(0, self.queries - gone)
+            self._queries_BNQD, self._log_sums_BNQ = self._queries_BNQD[:, :, :kept], self._log_sums_BNQ[:, :, :kept]
+            self.end = end
+
     def importance(self, keys_RXD: torch.Tensor, first: int, scale: float, starts_R: torch.Tensor | None) -> torch.Tensor:
         """The softmax's weight on each key, summed over the kept queries and the row's heads: float32 (R, X).
 

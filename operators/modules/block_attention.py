@@ -32,10 +32,9 @@ def attend_blocks(
     held.shared.check_room(held.get_seq_length(), tokens)
     held.lazy_initialization(*states)
     begin(held, tokens, scale, starts_B)
+    decoding = held.shared.decodes(tokens)
     made = [
-        attend_piece(
-            held, query_BNSD[:, :, at : at + step].float(), tuple(each[:, :, at : at + step] for each in states), tokens == 1
-        )
+        attend_piece(held, query_BNSD[:, :, at : at + step].float(), tuple(each[:, :, at : at + step] for each in states), decoding)
         for at in range(0, tokens, step)
     ]
     return made[0] if len(made) == 1 else torch.cat(made, dim=1)
@@ -52,7 +51,7 @@ def begin(held: BlockLayer, tokens: int, scale: float, starts_B: torch.Tensor | 
     held.scale, held.starts_B = scale, starts_B
     if held.leads:
         held.shared.prompt_picks.pop(held.number, None)
-    if tokens > FEW_TOKENS:
+    if tokens > FEW_TOKENS or held.shared.reading:
         held.choice = Choice()
     elif tokens > 1:
         held.choice.step = 0

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ktopt.cache.blocks.disk import DiskTier
+from ktopt.cache.blocks.folders import folder_at
 from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
 from ktopt.cache.blocks.memory import disk_share
 from ktopt.cache.blocks.statistics import CacheStatistics
@@ -60,6 +60,9 @@ class BlockCache:
         """Blocks that are unpacked at a time."""
         self.model_hash = ""
         """Of the model, where its blocks outlive the session."""
+        self.reading = False
+        """Whether what comes is a prompt, however few tokens come at a time. Nobody need say so: one token alone is then taken for
+        one that is decoded, and a few for guesses."""
         self._store: BlockStore | None = None
         self.device = torch.device("cpu")
         self.gpu: BlockDevice | None = None
@@ -89,6 +92,10 @@ class BlockCache:
         """Of the store and a GPU's pool; None before the first token."""
         counts = None if self._store is None else self._store.statistics
         return counts if counts is None or self.gpu is None else self.gpu.counted(counts)
+
+    def decodes(self, tokens: int) -> bool:
+        """Whether so many new tokens are one that is decoded."""
+        return tokens == 1 and not self.reading
 
     def leads(self, number: int) -> bool:
         """Whether a layer chooses blocks, for itself or for others too."""
@@ -182,7 +189,7 @@ class BlockCache:
         if memory.disk_path is None or not (needed or memory.prefix_reuse):
             return None
         return DiskTier(
-            Path(memory.disk_path).expanduser(),
+            folder_at(memory.disk_path),
             model_hash=self.model_hash,
             disk_bytes=disk_share(memory),
             durable=memory.prefix_reuse,

@@ -23,12 +23,20 @@ class Choice:
 
     step     tokens that were decoded since then
     known    whether the prompt's last queries have been looked at
+    tokens   how many were in the cache then
     shortlist  (R, M then) bool: the preselected blocks; None where all blocks may be chosen
     """
 
     step: int = 0
     known: bool = False
+    tokens: int = 0
     shortlist_RM: torch.Tensor | None = None
+
+    def after_crop(self, tokens: int) -> Choice:
+        """What of it holds where only so many tokens stay: all but the step where these include the prompt, else nothing."""
+        if not self.known or tokens < self.tokens - 1:
+            return Choice()
+        return Choice(0, True, self.tokens, self.shortlist_RM)
 
 
 def choose(held: BlockLayer, q_RHD: torch.Tensor) -> torch.Tensor | None:
@@ -114,7 +122,7 @@ def _look_at_prompt(held: BlockLayer) -> None:
     choice, settings = held.choice, held.shared.settings
     if choice.known:
         return
-    choice.known = True
+    choice.known, choice.tokens = True, held.get_seq_length()
     wanted = settings.preselect_block and held.middle > settings.preselect_block_count
     if not held.asked.queries or not (wanted or settings.anchor_type == "DYNAMIC"):
         return

@@ -244,7 +244,8 @@ class BlockLayer(DynamicLayer):
         stays = min(self.gone, max(0, wanted - self.shared.settings.local_windows_len) // tokens)
         if stays < self.gone:
             self._bring_back(stays, wanted)
-        self.asked, self.choice = Asked(), Choice()
+        self.asked.truncate(wanted)
+        self.choice = self.choice.after_crop(wanted)
         self.shared.forget_cropped()
 
     def _bring_back(self, stays: int, wanted: int) -> None:

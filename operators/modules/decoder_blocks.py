@@ -6,6 +6,7 @@ Legend: B sequences, S new tokens of each, H hidden size, N query heads, R rows,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,8 @@ from ktopt.operators.modules.fusing import Fused
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.rotation import rotation
 
+Attend = Callable[[BlockLayer, torch.Tensor], torch.Tensor]
+"""Attention with queries (B, N, S, D)."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """The kernels' numbers of the dtypes that a window may have."""
 
@@ -39,13 +42,19 @@ def run_blocked(fused: Fused, held: BlockLayer, out_BSH: torch.Tensor, mask: Any
     held.start(batch, fused.kv_heads, (fused.head_dim, fused.head_dim), out_BSH.device)
     begin(held, tokens, fused.scale, None if isinstance(seen, int) else seen)
     address, turned = out_BSH.data_ptr(), 4 * fused.head_dim
+    attend = decode if held.shared.decodes(tokens) else _read
     for at in range(0, tokens, chunk):
         some = min(chunk, tokens - at)
-        _run(fused, held, address + at * 4 * hidden, batch, some, (turn.cos + at * turned, turn.sin + at * turned, turn.one))
+        place = (turn.cos + at * turned, turn.sin + at * turned, turn.one)
+        _run(fused, held, address + at * 4 * hidden, batch, some, place, attend)
     return ""
 
 
-def _run(fused: Fused, held: BlockLayer, x: int, batch: int, tokens: int, turn: tuple[int, int, bool]) -> None:
+def _read(held: BlockLayer, query_BNSD: torch.Tensor) -> torch.Tensor:
+    return read(held, query_BNSD.transpose(1, 2))
+
+
+def _run(fused: Fused, held: BlockLayer, x: int, batch: int, tokens: int, turn: tuple[int, int, bool], attend: Attend) -> None:
     """Some tokens, whose hidden states lie at x and their rotation at the other two addresses."""
     window, threads = held.window, torch.get_num_threads()
     assert window is not None
@@ -60,5 +69,5 @@ def _run(fused: Fused, held: BlockLayer, x: int, batch: int, tokens: int, turn: 
     except OverflowError as error:
         raise KtoptError(f"layer {fused.index}: {error} (more than 65504): give `kv_type: BF16` or FP32") from None
     window.tokens += tokens
-    attended = decode(held, query_BSND.transpose(1, 2)) if tokens == 1 else read(held, query_BSND)
+    attended = attend(held, query_BSND.transpose(1, 2))
     cast(Any, fused.run_after)(x, batch * tokens, attended.data_ptr(), threads)

@@ -19,7 +19,7 @@ from ktopt.config import CacheSettings, LongContextSettings
 from ktopt.implementation import BuildContext
 from ktopt.operator import OperatorConfig
 from ktopt.operators.dynamic import settings_of
-from ktopt.operators.modules.attention_function import NAME, register
+from ktopt.operators.modules.attention_function import NAME, at_hand, register
 from ktopt.operators.modules.block_cache import BlockCache, checked
 from ktopt.operators.modules.block_layer import BlockLayer, block_layer
 from ktopt.operators.modules.mixing import Mixed, mix
@@ -91,8 +91,6 @@ class Blocked:
 class KDynamicAttention(Blocked, Mixed, nn.Module):
     """What is mixed into the original's class."""
 
-    OWN = ("held",)
-
     @classmethod
     def build(cls, original: nn.Module, context: BuildContext) -> nn.Module:
         """The original's children under a class of its own. KtoptError for latent attention that isn't DeepSeek's."""
@@ -118,11 +116,11 @@ class KDynamicAttention(Blocked, Mixed, nn.Module):
             if reason and kwargs.get(name) is not None:
                 _say(type(self).__name__, reason)
             return self.origin.forward(self, hidden_states, *args, **kwargs)
-        self.__dict__["held"] = held
+        at_hand.module, at_hand.layer = self, held
         try:
             return self.origin.forward(self, hidden_states, **{**kwargs, name: Passing()})
         finally:
-            del self.__dict__["held"]
+            at_hand.module = at_hand.layer = None
 
     def _unfit(self, x: torch.Tensor, args: tuple[Any, ...], cache: Any) -> str:
         """Why the cache's own keys and values are attended to, all of them, or ""."""

@@ -97,7 +97,7 @@ def attend_latents(
     made = []
     for at in range(0, tokens, step):
         absorbed_BNSW = attention._absorbed_query(query_BNSX[:, :, at : at + step]).float()
-        out_BSNL = attend_piece(held, absorbed_BNSW, (latents_BSW[:, None, at : at + step],), tokens == 1)
+        out_BSNL = attend_piece(held, absorbed_BNSW, (latents_BSW[:, None, at : at + step],), held.shared.decodes(tokens))
         made.append(attention.matrices.values(out_BSNL.transpose(1, 2).to(x_BSH.dtype)).transpose(1, 2))
     result: torch.Tensor = attention.o_proj(torch.cat(made, dim=1).flatten(2).to(x_BSH.dtype))
     return result

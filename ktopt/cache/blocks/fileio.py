@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from ktopt.cache.blocks.files import BlockHeader, FileShape, ForeignFile, parse_header
@@ -14,9 +15,11 @@ IOV_MAX = 1024
 
 def read_header(shape: FileShape, path: Path) -> BlockHeader:
     """Of a file. ForeignFile where it isn't one of this shape, whole, and our own; OSError where it can't be read."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # nobody may be writing into a pipe
     try:
         found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ForeignFile("is no regular file")
         if found.st_uid != os.geteuid():
             raise ForeignFile("belongs to somebody else")
         return parse_header(shape, os.pread(fd, shape.header_bytes, 0), found.st_size)

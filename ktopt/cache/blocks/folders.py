@@ -20,6 +20,18 @@ PREFIX = "session-"
 LOCK = "lock"
 
 
+def folder_at(path: str) -> Path:
+    """The folder that `disk_path` names, which needn't be there yet. KtoptError where there can be none of that name."""
+    try:
+        folder = Path(path).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.stat(folder)
+    except (OSError, RuntimeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise KtoptError(f"`disk_path: {path[:80]!r}` can't be a folder: {why}. Write another one") from error
+    return folder
+
+
 class SessionFolder:
     """A new folder inside of `parent`, which is made where it is missing. KtoptError where that can't be."""
 

@@ -42,7 +42,7 @@ class BlockLayout:
         if self.key_dim % together or self.value_dim % together:
             raise KtoptError(
                 f"{self.kind} keeps {together} numbers together, which {self.key_dim} of a key and {self.value_dim} of a value are "
-                "no multiples of: take F16"
+                "no multiples of: take FP16"
             )
         if self.shared and self.value_dim > self.key_dim:
             raise KtoptError(f"values of {self.value_dim} numbers can't be the first of keys of {self.key_dim}")

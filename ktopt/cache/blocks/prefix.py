@@ -251,7 +251,12 @@ class PrefixStore:
                 os.close(fd)
         except OSError:
             return None
-        return bytes(data) if zlib.crc32(data) == header.extra_checksum else None
+        if zlib.crc32(data) != header.extra_checksum:
+            path = self._path(chain, index)
+            log.warning("%s: what is kept beside the blocks is damaged; the file is kept no longer", path)
+            path.unlink(missing_ok=True)
+            return None
+        return bytes(data)
 
     def _tokens_of(self, tokens: NDArray[np.int64], index: int) -> NDArray[np.int64]:
         per_block = self.shape.layout.tokens

@@ -83,6 +83,7 @@ class BlockStore:
         if self._residency.state_P[parts_R].any():
             raise KtoptError(f"block {block} of layer {layer} is in the cache already")
         if self._traffic is not None:
+            self._traffic.check_process()
             self._traffic.room_to_put()
         slots_R = self._pools.take(parts_R)
         self._pools.write(slots_R, data_RN.numpy())
@@ -119,6 +120,7 @@ class BlockStore:
         no room beside it, this brings in less, or nothing; so it does where most of what was brought in so was of no use."""
         if self._traffic is None or self._all_in_memory:
             return
+        self._traffic.check_process()
         parts_RK = picks_RK.numpy() + self._first_parts_LR1[layer]
         if np.count_nonzero(self._addresses_P[parts_RK]) < parts_RK.size and self._foresight.pays():
             self._foresight.brings(layer, self._traffic.begin_reads(layer, np.unique(parts_RK), self._kept))
@@ -126,6 +128,7 @@ class BlockStore:
     def truncate(self, blocks: int) -> None:
         """Forget the blocks from `blocks` on, in all layers."""
         if self._traffic is not None:
+            self._traffic.check_process()
             self._traffic.truncate(blocks)
         parts_LRM = self._first_parts_LR1 + np.arange(blocks, self.max_blocks)
         self._residency.forget(parts_LRM.reshape(-1))
@@ -135,6 +138,7 @@ class BlockStore:
     def flush(self) -> None:
         """Write all blocks to disk, durably. KtoptError where it doesn't take them."""
         if self._traffic is not None:
+            self._traffic.check_process()
             self._traffic.flush()
 
     @property
@@ -200,6 +204,7 @@ class BlockStore:
             raise KtoptError(f"block {unknown[0] % self.max_blocks} of layer {layer} isn't in the cache")
         assert self._traffic is not None, "without a disk all parts are in memory"
         traffic = self._traffic
+        traffic.check_process()
         traffic.take_note()
         found_RK = self._addresses_P[parts_RK]
         misses = found_RK.size - int(np.count_nonzero(found_RK))

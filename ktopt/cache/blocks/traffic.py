@@ -8,6 +8,7 @@ Legend: R rows, M blocks at most, S some parts.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -44,12 +45,21 @@ class DiskTraffic:
         self._writer = WriteBehind(disk, residency.pools.memory)
         self._readers = Readers(disk, residency.pools)
         self._coming: list[Coming] = []
+        self._pid = os.getpid()
 
     def write(self, layer: int, block: int, slots_R: list[int], *, begin: bool) -> None:
         """Write a layer of a block some time; with `begin` from now on."""
         self._writer.add(Job(layer, block, slots_R))
         if begin and not self._writer.begun:
             self._writer.begin()
+
+    def check_process(self) -> None:
+        """KtoptError in a process that was forked from this one's: it has none of the threads."""
+        if os.getpid() != self._pid:
+            raise KtoptError(
+                f"this cache has blocks on disk, and belongs to process {self._pid}, from which this one was forked: begin a new "
+                "cache here, or fork before there is one"
+            )
 
     def make_room(self, count: int, kept_parts: NDArray[np.int64]) -> None:
         """Have `count` free slots beside those of `kept_parts`, if need be by waiting for the disk. KtoptError where it can't."""
@@ -135,6 +145,8 @@ class DiskTraffic:
         self.take_note()
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
         self._readers.close()
         self._writer.close()
         self._disk.close()
