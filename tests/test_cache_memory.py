@@ -120,6 +120,14 @@ def test_the_reckoning_has_the_store_s_own_numbers() -> None:
     assert pools.SLOT_INDEX_BYTES == memory.SLOT_INDEX_BYTES
 
 
+def test_layers_that_choose_by_a_prompts_last_queries_keep_128_of_each_head() -> None:
+    assert bytes_of("llama-2-70b", preselect_block=True).queries == 80 * 64 * 128 * (128 + 1) * 4
+    assert bytes_of("llama-2-70b", anchor_type="QUEST", preselect_block=False).queries == 0
+    latent = bytes_of("deepseek-v3", dense_layer_num=1, layer_step=2)
+    assert latent.queries == 30 * 128 * 128 * (576 + 1) * 4
+    assert latent.always == latent.windows + latent.staging + latent.anchors + latent.queries + latent.index
+
+
 SMALL_CONFIG = Config(
     ModelSettings(name_or_path="smollm2"),
     given={
@@ -186,9 +194,12 @@ def test_heads_that_q8_0_can_not_hold_are_kept_in_float16_unless_it_is_asked_for
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_real_cache_of_smollm2_takes_what_is_reckoned(smollm2: Path) -> None:
-    """Its store's pools and index, its windows, sinks, anchors and memory of the moment, counted as they are; within 5 %."""
-    model, _ = ktopt.load_model(smollm2, mode="long_context", config=SMALL_CONFIG)
+@pytest.mark.parametrize("anchor_type", ["KEY_INT4", "DYNAMIC"])
+def test_a_real_cache_of_smollm2_takes_what_is_reckoned(smollm2: Path, anchor_type: str) -> None:
+    """Its store's pools and index, its windows, sinks, anchors, kept queries and memory of the moment, counted as they are; within
+    5 %."""
+    given = {**SMALL_CONFIG.given, "long_context": {**SMALL_CONFIG.given["long_context"], "anchor_type": anchor_type}}
+    model, _ = ktopt.load_model(smollm2, mode="long_context", config=replace(SMALL_CONFIG, given=given))
     with model.ktopt_session as session:
         session.chunk_prefill(torch.arange(2000))
         plan = model.ktopt_plan
@@ -201,11 +212,14 @@ def test_a_real_cache_of_smollm2_takes_what_is_reckoned(smollm2: Path) -> None:
         windows = sum(tensor.nbytes for layer in layers for tensor in layer.stored)
         anchors = sum(layer.anchors.nbytes for layer in layers if layer.anchors is not None)
         moment = sum(tensor.nbytes for tensor in blocks._staging.values())
+        queries = sum(tensor.nbytes for layer in layers for tensor in (layer.asked._queries_BNQD, layer.asked._log_sums_BNQ))
     assert held == pytest.approx(reckoned.blocks, rel=0.05)
     assert windows == pytest.approx(reckoned.windows, rel=0.05)
     assert anchors == pytest.approx(reckoned.anchors, rel=0.05)
     assert blocks.statistics is None
-    total = held + windows + anchors + moment
+    assert queries == reckoned.queries
+    assert bool(queries) is (anchor_type == "DYNAMIC")
+    total = held + windows + anchors + moment + queries
     assert total == pytest.approx(reckoned.together - reckoned.index, rel=0.05)
     shown = {each.device: each for each in working_memory(plan, session.length)}
     assert shown["cpu"].cache_bytes == pytest.approx(total, rel=0.05)
@@ -220,6 +234,6 @@ def test_the_page_s_table_is_what_is_reckoned() -> None:
         settings = settle(LongContextSettings(max_seq_len=CONTEXT, kv_type=kv_type, anchor_type=anchor_type))  # type: ignore[arg-type]
         found = cache_bytes(shapes_of(model), settings, CONTEXT)
         where = tiers(found, kvc2, kind="cuda")
-        rest = found.windows + found.staging + found.index
+        rest = found.windows + found.staging + found.queries + found.index
         values = (found.blocks, found.anchors, rest, found.together, where.device, where.host, where.disk)
         assert shown == [f"{value / GB:.2f}" for value in values], model

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-KEPT = 128
-"""Queries that are kept."""
+from ktopt.cache.blocks.memory import KEPT_QUERIES
+
 SCORES = 1 << 22
 """Scores, float32, that are in memory at a time."""
 
 
 class Asked:
-    """Up to KEPT queries (B, N, Q, D), float32, of tokens one after the other, with the logarithm of each softmax's sum. `end` is
-    the position after the last."""
+    """Up to KEPT_QUERIES queries (B, N, Q, D), float32, of tokens one after the other, with the logarithm of each softmax's sum.
+    `end` is the position after the last."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -30,7 +30,10 @@ class Asked:
         if self.queries and self.end == end - queries_BNQD.shape[2]:
             queries_BNQD = torch.cat((self._queries_BNQD, queries_BNQD), dim=2)
             log_sums_BNQ = torch.cat((self._log_sums_BNQ, log_sums_BNQ), dim=2)
-        self._queries_BNQD, self._log_sums_BNQ = queries_BNQD[:, :, -KEPT:].clone(), log_sums_BNQ[:, :, -KEPT:].clone()
+        self._queries_BNQD, self._log_sums_BNQ = (
+            queries_BNQD[:, :, -KEPT_QUERIES:].clone(),
+            log_sums_BNQ[:, :, -KEPT_QUERIES:].clone(),
+        )
         self.end = end
 
     def truncate(self, end: int) -> None:

@@ -63,7 +63,7 @@ def decode(held: BlockLayer, query_BN1D: torch.Tensor) -> torch.Tensor:
     q_RHD = query_BN1D.reshape(held.rows, -1, dim)
     picks_RK = choose(held, q_RHD)
     out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, picks_RK)
-    if held.shared.settings.anchor_type == "DYNAMIC":
+    if held.anchors is not None and held.shared.settings.anchor_type == "DYNAMIC":
         held.asked.add(query_BN1D, log_sums_RH.view(batch, heads, 1), held.get_seq_length())
     held.leave()
     return out_RHV.view(batch, 1, heads, -1)

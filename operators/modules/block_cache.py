@@ -15,7 +15,7 @@ import torch
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.folders import folder_at
 from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
-from ktopt.cache.blocks.memory import disk_share
+from ktopt.cache.blocks.memory import disk_share, query_bytes
 from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
@@ -47,10 +47,12 @@ class BlockCache:
     settings   long_context, settled: lengths in whole blocks
     memory     kvc2
     indices    the layers that keep blocks, by their number in the cache; the place in this list is a layer's own number here
+    heads      query heads of a row
     """
 
-    def __init__(self, settings: LongContextSettings, memory: CacheSettings, indices: Sequence[int]) -> None:
+    def __init__(self, settings: LongContextSettings, memory: CacheSettings, indices: Sequence[int], heads: int = 1) -> None:
         self.settings, self.memory, self.indices = checked(settings), memory, list(indices)
+        self.heads = heads
         self.tokens = settings.block_size
         self.layers: dict[int, BlockLayer] = {}
         self.picks: dict[int, torch.Tensor | None] = {}
@@ -214,7 +216,7 @@ class BlockCache:
         return KINDS.get(kind, kind)
 
     def _reserved_bytes(self, rows: int, layout: BlockLayout) -> int:
-        """What anchors and windows take, and the chunk and the tile in work."""
+        """What anchors, windows and kept queries take, and the chunk and the tile in work."""
         long, item = self.settings, self.window_dtype.itemsize
         numbers = layout.key_dim + (0 if layout.shared else layout.value_dim)
         least = long.local_windows_len + self.tokens
@@ -222,7 +224,8 @@ class BlockCache:
         moment = least + long.chunk_size + self.tile_blocks * self.tokens
         choosing = sum(self.leads(number) for number in range(len(self.indices)))
         each = anchor_bytes(long.anchor_type, long.anchor_num or 1, self.tokens, layout.key_dim)
-        return int(rows * ((standing + moment) * numbers * item + choosing * self.most_middle * each))
+        queries = self.heads * query_bytes(long, layout.key_dim)
+        return int(rows * ((standing + moment) * numbers * item + choosing * (self.most_middle * each + queries)))
 
     def staging(self, numbers: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the moment: so many numbers, which the next who asks gets too."""

@@ -74,7 +74,9 @@ class Blocked:
         return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims, device, self.LAYER)
 
     def _new_blocks(self) -> BlockCache:
-        return BlockCache(*self.settings, full_layers(self.config))
+        config = self.config
+        rows = 1 if self.LAYER.LATENT else getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return BlockCache(*self.settings, full_layers(config), config.num_attention_heads // rows)
 
     def block_layer(self, cache: Any) -> BlockLayer | None:
         """The cache's layer as one that keeps blocks; None where it is of a kind that can't."""

@@ -83,7 +83,7 @@ class DynamicScaledDotProductAttention:
         self._begin()
 
     def _begin(self) -> None:
-        self.blocks = BlockCache(self.settings, self.kvc2, range(self.layer_num))
+        self.blocks = BlockCache(self.settings, self.kvc2, range(self.layer_num), self.q_head_num // self.kv_head_num)
         self.layers = [BlockLayer(self.blocks, number) for number in range(self.layer_num)]
 
     def apply(

@@ -22,6 +22,8 @@ SLACK_TOKENS = 256
 """What a window has room for beyond what it must hold."""
 TILE_TOKENS = 8192
 """Tokens of blocks that are unpacked at a time."""
+KEPT_QUERIES = 128
+"""Of a prompt's last tokens, of layers that choose blocks by them, in float32 with a number each."""
 KIND_OF = {"FP16": "F16", "BF16": "BF16", "FP32": "F32", "Q8_0": "Q8_0", "Q4_0": "Q4_0"}
 """A block's kind, of `kv_type`."""
 PART_INDEX_BYTES, SLOT_INDEX_BYTES = 13, 12
@@ -34,6 +36,7 @@ class LayerShape:
     """What a layer keeps of a token: R rows of a key and a value; of latents one row, whose value is a part of its key.
 
     window   the last tokens that it keeps at all, of a layer with a sliding window; None where it keeps everything
+    heads    query heads of a row
     """
 
     rows: int
@@ -41,6 +44,7 @@ class LayerShape:
     value_dim: int
     shared: bool = False
     window: int | None = None
+    heads: int = 0
 
     def token_bytes(self, kind: str) -> int:
         """Of a token of all rows, each number by itself."""
@@ -56,9 +60,10 @@ def layer_shapes(config: Mapping[str, Any]) -> list[LayerShape | None]:
     if not isinstance(layers, int) or not isinstance(heads, int):
         raise KtoptError("the model's config has no num_hidden_layers and num_attention_heads, which its cache's bytes hang on")
     if isinstance(latent := config.get("kv_lora_rank"), int):
-        return [LayerShape(1, latent + int(config["qk_rope_head_dim"]), latent, shared=True)] * layers
+        return [LayerShape(1, latent + int(config["qk_rope_head_dim"]), latent, shared=True, heads=heads)] * layers
     dim = config.get("head_dim") or int(config.get("hidden_size") or 0) // heads
-    whole = LayerShape(config.get("num_key_value_heads") or heads, dim, dim)
+    rows = config.get("num_key_value_heads") or heads
+    whole = LayerShape(rows, dim, dim, heads=heads // rows)
     sliding = replace(whole, window=config.get("sliding_window"))
     shapes = {"full_attention": whole, "sliding_attention": sliding}
     return [shapes.get(kind) for kind in _kinds(config, layers)]
@@ -81,6 +86,7 @@ class CacheBytes:
     windows   sinks and windows, with what lies unused in their memory, and what layers with a sliding window keep
     staging   memory of the moment: a prompt's chunk, and blocks that are unpacked to be attended to by it
     anchors   what blocks are chosen by
+    queries   a prompt's last ones, by which some are
     index     where each part of a block lies
     blocks    the blocks of the middle
     copies    the same blocks as a GPU has copies of them, in 16 bits (in 32 those that are kept so); not counted with the rest
@@ -92,11 +98,12 @@ class CacheBytes:
     index: int = 0
     blocks: int = 0
     copies: int = 0
+    queries: int = 0
 
     @property
     def always(self) -> int:
         """What never leaves memory."""
-        return self.windows + self.staging + self.anchors + self.index
+        return self.windows + self.staging + self.anchors + self.queries + self.index
 
     @property
     def together(self) -> int:
@@ -117,7 +124,7 @@ def most_middle(long: LongContextSettings) -> int:
 def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context: int) -> CacheBytes:
     """What layers of these shapes take, under settled settings, when they have seen `context` tokens and have room for
     `max_seq_len`."""
-    windows = anchors = index = blocks = copies = 0
+    windows = anchors = index = blocks = copies = queries = 0
     block, middle, most = long.block_size, middle_blocks(long, context), most_middle(long)
     near = "F16" if (long.kv_type or "Q8_0") in QUANTISED else KIND_OF[str(long.kv_type)]
     kept = [shape for shape in shapes if shape.window is None]
@@ -133,8 +140,16 @@ def cache_bytes(shapes: Sequence[LayerShape], long: LongContextSettings, context
         if number >= long.dense_layer_num and (number - long.dense_layer_num) % long.layer_step == 0:
             each = anchor_bytes(long.anchor_type, long.anchor_num or 1, block, shape.key_dim)
             anchors += most * shape.rows * each
+            queries += shape.rows * shape.heads * query_bytes(long, shape.key_dim)
     moment = standing + long.chunk_size + tile_blocks(long) * block
-    return CacheBytes(windows, max((moment * shape.token_bytes(near) for shape in kept), default=0), anchors, index, blocks, copies)
+    return CacheBytes(
+        windows, max((moment * shape.token_bytes(near) for shape in kept), default=0), anchors, index, blocks, copies, queries
+    )
+
+
+def query_bytes(long: LongContextSettings, key_dim: int) -> int:
+    """What a layer that chooses blocks keeps of a query head: nothing where they are chosen without a prompt's last queries."""
+    return KEPT_QUERIES * (key_dim + 1) * 4 if long.preselect_block or long.anchor_type == "DYNAMIC" else 0
 
 
 def block_layout(shape: LayerShape, long: LongContextSettings) -> BlockLayout:
@@ -203,8 +218,9 @@ def _on_gpu(cache: CacheBytes, kvc2: CacheSettings, budget: int | None) -> TierB
 def _check_always(needed: int, allowed: int, key: str) -> None:
     if needed > allowed:
         raise KtoptError(
-            f"what of the cache must lie in memory takes {in_words(needed)} (first block, local window, a prompt's chunk, anchors, "
-            f"index), and it may take {in_words(allowed)} there: raise {key}, or make `local_windows_len` or `chunk_size` less"
+            f"what of the cache must lie in memory takes {in_words(needed)} (first block, local window, a prompt's chunk and last "
+            f"queries, anchors, index), and it may take {in_words(allowed)} there: raise {key}, or make `local_windows_len` or "
+            "`chunk_size` less"
         )
 
 
