@@ -147,7 +147,7 @@ def _importance(held: BlockLayer) -> torch.Tensor:
         keys_RXD = held.blocks(first, end)[0]
         parts.append(_asked(held, keys_RXD, sinks + first * tokens))
         if dynamic:
-            held.anchors.add(keys_RXD.unflatten(1, (-1, tokens)).float(), parts[-1].unflatten(1, (-1, tokens)))
+            held.anchors.add(keys_RXD.unflatten(1, (-1, tokens)), parts[-1].unflatten(1, (-1, tokens)))
     parts.append(_asked(held, assured.there()[0].flatten(0, 1), held.gone * tokens))
     return torch.cat(parts, dim=1)
 

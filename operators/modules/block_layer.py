@@ -143,7 +143,7 @@ class BlockLayer(DynamicLayer):
         parts = [each[:, :, : count * tokens].flatten(0, 1) for each in window.there()]
         keys_RXD = parts[0]
         if self.anchors is not None and count:
-            self.anchors.add(keys_RXD.unflatten(1, (count, tokens)).float(), self._importance(keys_RXD, count))
+            self.anchors.add(keys_RXD.unflatten(1, (count, tokens)), self._importance(keys_RXD, count))
         for at in range(0, count * tokens, tokens):
             block = [each[:, at : at + tokens] for each in parts]
             packed = pack(block[0], block[1] if len(block) > 1 else None, shared.layout)
