@@ -30,8 +30,19 @@ def attend_by_blocks(plan: Plan, graph: ModuleGraph) -> Plan:
         made = RuleRef(RULE, plan.rule_file, 1, 1, spec.name)
         plan = replace(plan, steps=steps, rules=(*plan.rules, made))
         _check_above(plan, graph)
+    elif why := _why_none(plan, graph, spec):
+        raise KtoptError(f"{why}: run without mode long_context")
     check_blocks(plan)
     return plan
+
+
+def _why_none(plan: Plan, graph: ModuleGraph, spec: OperatorSpec) -> str:
+    """Why no attention that rules leave as it is can keep its cache in blocks, "" where some does or rules replace all of it."""
+    attention = [(module, step) for module, step in _pairs(plan, graph) if step.role == "attention"]
+    if any(_keeps(step) for _, step in attention):
+        return ""
+    left = (module for module, step in attention if (own := find(step.operator)) is not None and not own.implementation)
+    return next((why for module in left if spec.fits(module) and (why := spec.refuses(module, spec.config()))), "")
 
 
 def check_blocks(plan: Plan) -> None:

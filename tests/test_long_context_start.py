@@ -152,6 +152,12 @@ def test_a_model_without_rules_has_some_that_fit_it(model: str) -> None:
     assert ktopt.compile(rules_for(model, "cuda:0"), model, device="cuda:0", mode="long_context").devices == ("cuda:0",)
 
 
+def test_a_model_whose_attention_can_not_keep_blocks_is_refused_with_the_reason() -> None:
+    said = "GatedDeltaNet, whose attention isn't known to go through .*: run without mode long_context"
+    with pytest.raises(KtoptError, match=said):
+        ktopt.compile(rules_for("qwen3-next-80b-a3b", "cpu"), "qwen3-next-80b-a3b", mode="long_context")
+
+
 def test_a_plan_without_blocks_is_refused_and_an_unknown_mode_too(tiny: Path) -> None:
     plan = ktopt.compile(SourceFile("r.yaml", "version: 1\nrules:\n" + LINEARS), tiny)
     with pytest.raises(KtoptError, match="no attention of this plan keeps its cache in blocks"):
