@@ -234,7 +234,7 @@ def contradictions(long: LongContextSettings) -> list[Contradiction]:
     if wanted is not None and anchors != wanted:
         message = f"`anchor_type: {long.anchor_type}` needs `anchor_num: {wanted}`, not {anchors}"
         found.append(Contradiction(message, f"write {wanted}, or delete the key", ("anchor_num",), ("anchor_type", "anchor_num")))
-    elif anchors > block:
+    elif wanted is None and anchors > block:
         message = f"a block of {block} tokens has no {anchors} keys to stand for it"
         help = "make `anchor_num` smaller, or blocks larger"
         found.append(Contradiction(message, help, ("anchor_num",), ("anchor_num", "block_size")))

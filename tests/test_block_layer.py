@@ -243,6 +243,13 @@ def test_more_tokens_than_the_cache_holds_are_refused_before_any_work():
         one.give(1)
 
 
+def test_blocks_of_one_token_may_have_its_least_and_greatest_numbers():
+    one = OneLayer(block_size=1, local_windows_len=1, second_select_num=400)
+    for tokens in (150, 1, 1):
+        (out,), query = one.give(tokens)
+        assert difference(out, one.dense(query, one.causal(tokens))) < 1e-5
+
+
 def test_settings_that_cant_stand_together_are_refused():
     with pytest.raises(KtoptError, match=r"QUEST.*anchor_num: 2.*not 3"):
         OneLayer(anchor_type="QUEST", anchor_num=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,14 @@ def test_what_can_not_be_is_refused(arguments: list[str], code: int, said: str, 
     prompt = [] if "-p" in arguments else ["-p", "x"]
     assert main(["run", *arguments, *prompt]) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_are_refused(
+    errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a locale like C, Python's standard input takes any bytes for text."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00abc"), encoding="utf-8", errors=errors))
+    for prompt, said in (("-", "--prompt -: standard input isn't UTF-8 text"), ("\udcff", "--prompt isn't UTF-8 text")):
+        assert main(["run", "--mode", "long_context", "--config", "config.yaml", "-p", prompt]) == 2
+        assert said in capsys.readouterr().err

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     threads = parse_threads(args.threads, args.affinity)
     threads.stay_on_cores()
     options = sampling(args)
-    text = _from_stdin() if args.prompt == "-" else args.prompt
+    text = _text(args.prompt)
     if args.mode == LONG_CONTEXT:
         from ktopt.cli.long_run import run_long
 
@@ -105,11 +105,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_stdin() -> str:
+def _text(prompt: str) -> str:
+    """What is asked. UsageError where its bytes are no text: by some locales they are read as halves of surrogate pairs."""
     try:
-        return sys.stdin.read(PROMPT_LIMIT_CHARACTERS)
-    except UnicodeDecodeError:
-        raise UsageError("--prompt -: standard input isn't UTF-8 text") from None
+        text = sys.stdin.read(PROMPT_LIMIT_CHARACTERS) if prompt == "-" else prompt
+        text.encode("utf-8")
+    except UnicodeError:
+        what = "-: standard input isn't" if prompt == "-" else "isn't"
+        raise UsageError(f"--prompt {what} UTF-8 text") from None
+    return text
 
 
 def _refuse_beside_a_folder(args: argparse.Namespace) -> None:

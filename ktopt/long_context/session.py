@@ -259,17 +259,17 @@ class LongContextSession:
     def _check_room(self, tokens: int, longest: int | None = None) -> None:
         """KtoptError where a context of so many tokens is more than the cache holds, or than a prompt may have (`longest`). The
         log says once where it is more than the model was made for."""
-        if self._made_for is not None and tokens > self._made_for:
-            log.warning(
-                "%d tokens, and the model was made for %d: what it says beyond them may be of no use", tokens, self._made_for
-            )
-            self._made_for = None
         if tokens > min(self.capacity, longest or self.capacity):
             what = f"the prompt has {tokens} tokens" if longest else f"prompt and answer are {tokens} tokens"
             held = f"`max_seq_len` is {self.settings.max_seq_len}, beside {self.settings.max_new_tokens} of an answer"
             raise KtoptError(
                 f"{what}, and the cache holds {longest or self.capacity} ({held}): raise `max_seq_len`, or shorten the prompt"
             )
+        if self._made_for is not None and tokens > self._made_for:
+            log.warning(
+                "%d tokens, and the model was made for %d: what it says beyond them may be of no use", tokens, self._made_for
+            )
+            self._made_for = None
 
     def _read(self, ids_1N: torch.Tensor, prompt: bool = False) -> torch.Tensor:
         """Read tokens (at least one) after those in the cache; the last one's logits (1, V). Where that fails the context is lost,
