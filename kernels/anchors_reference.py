@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ktopt.cache.huge_pages import ask_for_huge_pages
+
 TOKEN_GROUP, NUMBER_GROUP = 32, 16
 QUEST_TIMES, SIGN_TIMES, LEAST_ASKED = 3, 2, 16
 """The shortlist of KEY_INT4, in times of the blocks that are asked for: the best by QUEST and the best by signs. It is never
@@ -51,10 +53,10 @@ class Storage:
         padded, numbers = padded_to(tokens, TOKEN_GROUP), padded_to(dim, NUMBER_GROUP)
 
         def half(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float16, device=device)
+            return ask_for_huge_pages(torch.zeros(shape, dtype=torch.float16, device=device))
 
         def byte(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.uint8, device=device)
+            return ask_for_huge_pages(torch.zeros(shape, dtype=torch.uint8, device=device))
 
         return cls(
             anchor_type,

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ktopt.cache.blocks.statistics import megabytes
+from ktopt.cache.huge_pages import ask_for_huge_pages
 from ktopt.diagnostics import KtoptError
 
 NOBODY = -1
@@ -57,7 +58,8 @@ class Pools:
         try:
             with torch.inference_mode(False):
                 self._tensors = [
-                    torch.empty(count * part_bytes, dtype=torch.uint8, device="cpu") for count in (device_slots, host_slots)
+                    ask_for_huge_pages(torch.empty(count * part_bytes, dtype=torch.uint8, device="cpu"))
+                    for count in (device_slots, host_slots)
                 ]
         except RuntimeError as error:
             wanted = megabytes(self.slots * part_bytes)
