@@ -33,7 +33,7 @@ def test_shared_values_take_nothing_and_lie_in_the_keys() -> None:
     ("arguments", "words"),
     [
         ((128, 64, 64, "Q6_K"), "Q6_K: take one of F32"),
-        ((128, 48, 64, "Q8_0"), "32 numbers together, which 48 .* take F16"),
+        ((128, 48, 64, "Q8_0"), "32 numbers together, which 48 .* take FP16"),
         ((128, 64, 80, "Q4_0"), "which 64 of a key and 80 of a value"),
         ((0, 64, 64, "F16"), "holds nothing"),
         ((128, 64, 128, "F16", True), "can't be the first of keys of 64"),
