@@ -15,14 +15,13 @@ import torch
 from ktopt.cache.blocks.disk import DiskTier
 from ktopt.cache.blocks.folders import folder_at
 from ktopt.cache.blocks.layout import BlockLayout, anchor_bytes
-from ktopt.cache.blocks.memory import disk_share, query_bytes
+from ktopt.cache.blocks.memory import GB, KIND_OF, SLACK_TOKENS, disk_share, query_bytes, tile_blocks
 from ktopt.cache.blocks.statistics import CacheStatistics
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.config import CacheSettings, LongContextSettings, capacity_blocks, contradictions, settle, sink_blocks
 from ktopt.diagnostics import KtoptError
 from ktopt.kernels.cpu.block_io import reader
 from ktopt.operators.modules.block_device import BlockDevice, pool_bytes
-from ktopt.operators.modules.block_window import SLACK_TOKENS
 from ktopt.weights.ggml_types import BY_NAME
 
 if TYPE_CHECKING:
@@ -32,13 +31,8 @@ log = logging.getLogger(__name__)
 
 WINDOW_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
 """What the last tokens are kept in, by kv_type; float16 for the others."""
-KINDS = {"FP32": "F32", "BF16": "BF16", "FP16": "F16"}
-"""The store's names of kv_types whose own names are others."""
-TILE_TOKENS = 8192
-"""Tokens of a context that are unpacked at a time."""
 PART_BYTES = 64
 """More than what the store's index and slots take for a row's part of a block."""
-GIGA = 1_000_000_000
 
 
 class BlockCache:
@@ -58,7 +52,7 @@ class BlockCache:
         self.picks: dict[int, torch.Tensor | None] = {}
         self.prompt_picks: dict[int, dict[int, torch.Tensor]] = {}
         self.layout: BlockLayout | None = None
-        self.tile_blocks = max(1, min(TILE_TOKENS // self.tokens, capacity_blocks(self.settings)))
+        self.tile_blocks = tile_blocks(self.settings)
         """Blocks that are unpacked at a time."""
         self.model_hash = ""
         """Of the model, where its blocks outlive the session."""
@@ -158,10 +152,10 @@ class BlockCache:
         budget = gpu_budget(memory, device, copies)
         if memory.gpu_only and budget < copies:
             raise KtoptError(
-                f"gpu_only wants all blocks on {device}: with anchors and windows they take {copies / GIGA:.2f} GB, and "
-                f"{budget / GIGA:.2f} GB are for them. Raise gpu_memory_size_GB, or lower max_seq_len"
+                f"gpu_only wants all blocks on {device}: with anchors and windows they take {copies / GB:.2f} GB, and "
+                f"{budget / GB:.2f} GB are for them. Raise gpu_memory_size_GB, or lower max_seq_len"
             )
-        host = whole if memory.gpu_only else min(whole, int(memory.cpu_memory_size_GB * GIGA))
+        host = whole if memory.gpu_only else min(whole, int(memory.cpu_memory_size_GB * GB))
         self._limit_tiles(host // (2 * rows * (layout.nbytes + PART_BYTES)))
         store = BlockStore(
             layout,
@@ -213,7 +207,7 @@ class BlockCache:
                 return "Q8_0"
             _say(f"heads of {dims[0]} numbers can't be kept in Q8_0, which takes {together} together: blocks are kept in FP16")
             return "F16"
-        return KINDS.get(kind, kind)
+        return KIND_OF[kind]
 
     def _reserved_bytes(self, rows: int, layout: BlockLayout) -> int:
         """What anchors, windows and kept queries take, and the chunk and the tile in work."""
@@ -276,14 +270,14 @@ def budgets(memory: CacheSettings, whole: int) -> tuple[int, int]:
     if device is None:
         device_bytes = whole if memory.gpu_only else 0
     else:
-        device_bytes = min(whole, int(device * GIGA * memory.utilization_percentage))
-    return device_bytes, 0 if memory.gpu_only else min(whole - device_bytes, int(memory.cpu_memory_size_GB * GIGA))
+        device_bytes = min(whole, int(device * GB * memory.utilization_percentage))
+    return device_bytes, 0 if memory.gpu_only else min(whole - device_bytes, int(memory.cpu_memory_size_GB * GB))
 
 
 def gpu_budget(memory: CacheSettings, device: torch.device, whole: int) -> int:
     """Bytes of a GPU for a cache that takes `whole` there at most: by default what is free."""
     if memory.gpu_memory_size_GB is not None:
-        most = int(memory.gpu_memory_size_GB * GIGA)
+        most = int(memory.gpu_memory_size_GB * GB)
     else:
         most = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else whole
     return min(whole, int(most * memory.utilization_percentage))

@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 import torch
 
+from ktopt.cache.blocks.memory import SLACK_TOKENS
 from ktopt.diagnostics import KtoptError
 from ktopt.kernels.segments import CacheSegments
 
-SLACK_TOKENS = 256
-"""What a window has room for beyond what it must hold, so that it is moved to the front once in so many tokens."""
 FLOAT16_LARGEST = 65504.0
 
 

@@ -19,7 +19,7 @@ from ktopt.config import GROUP, QUANTISED, CacheSettings, LongContextSettings, c
 from ktopt.diagnostics import KtoptError
 
 SLACK_TOKENS = 256
-"""What a window has room for beyond what it must hold."""
+"""What a window has room for beyond what it must hold, so that it is moved to the front once in so many tokens."""
 TILE_TOKENS = 8192
 """Tokens of blocks that are unpacked at a time."""
 KEPT_QUERIES = 128
