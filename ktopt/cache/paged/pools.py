@@ -1,0 +1,60 @@
+"""The memory of a paged cache: for each layer, what its attention keeps of a token, page by page.
+
+Legend: G pages of T tokens, H heads of keys and values, D numbers of a key, V of a value, W of a latent with its rotary key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ktopt.cache import q8_0
+from ktopt.cache.huge_pages import ask_for_huge_pages
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer keeps of a token: `heads` keys of `key_dim` numbers and values of `value_dim`, in `dtype`; or one latent of
+    `key_dim` numbers, its rotary key included, and no values (value_dim 0), kept in `dtype` or in blocks of Q8_0."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    q8_0: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        if self.q8_0:
+            return q8_0.stored_bytes(self.key_dim)
+        return self.heads * (self.key_dim + self.value_dim) * int(self.dtype.itemsize)
+
+
+class LayerPool:
+    """Keys (G, H, T, D) and values (G, H, T, V) of one layer; for latents one tensor (G, T, W), in Q8_0 of bytes."""
+
+    def __init__(self, shape: LayerShape, pages: int, page_tokens: int) -> None:
+        self.shape = shape
+        width = q8_0.stored_bytes(shape.key_dim) if shape.q8_0 else shape.key_dim
+        dtype = torch.uint8 if shape.q8_0 else shape.dtype
+        self.memory: list[torch.Tensor] = []
+        sizes = (width, shape.value_dim) if shape.value_dim else (width,)
+        for numbers in sizes:
+            each = (page_tokens, numbers) if not shape.value_dim else (shape.heads, page_tokens, numbers)
+            with torch.inference_mode(False):  # the cache may be used outside of it later
+                self.memory.append(ask_for_huge_pages(torch.empty(pages, *each, dtype=dtype, device=shape.device)))
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.memory[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.memory[1]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Have a page hold what another does."""
+        for held in self.memory:
+            held[target] = held[source]
