@@ -186,13 +186,14 @@ def test_an_answer_has_room_beside_the_longest_prompt_and_no_more(session: Any) 
 
 
 def test_a_failure_while_reading_loses_the_context_and_not_the_session(session: Any, plain: Any) -> None:
-    def stop(done: int, total: int) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    session.progress = stop
+    session.chunk_prefill(prompt(20))
+    session.model.forward = fail
     with pytest.raises(KeyboardInterrupt):
         session.chunk_prefill(prompt(50))
-    session.progress = None
+    del session.model.forward
     assert session.length == 0
     assert list(session.generate(prompt(50), 4)) == answer_of(plain, prompt(50), 4)
 
@@ -261,3 +262,19 @@ def test_another_session_of_the_same_model_has_a_context_of_its_own(session: Any
         assert list(other.generate(prompt(50, seed=5), 4)) == answer_of(plain, prompt(50, seed=5), 4)
     assert session.length == 31
     assert list(session.generate(prompt(30), 4)) == answer_of(plain, prompt(30), 4)
+
+
+def test_who_stops_it_between_chunks_loses_nothing_of_what_is_read(folder: Path, plain: Any) -> None:
+    model, tokenizer = load_model(folder / "tiny", AS_IT_IS, mode="long_context", config=folder / "chunks.yaml")
+
+    def stop(done: int, total: int) -> None:
+        if done == 21:
+            raise KeyboardInterrupt
+
+    with LongContextSession(model, tokenizer, progress=stop) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.go_to(prompt(50))
+        assert session.length == 21
+        session.progress = None
+        assert list(session.generate(prompt(50), 4)) == answer_of(plain, prompt(50), 4)
+        assert session.statistics.prompt_tokens == 50 - 21

@@ -211,17 +211,29 @@ class LongContextSession:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise UsageError(f"max_new_tokens must be a whole number from 0 on, not {max_new_tokens!r}")
         self._check_room(ids_1N.shape[1] + max_new_tokens - 1)
+        logits = self.go_to(ids_1N)
+        for number in range(max_new_tokens):
+            token = int(logits.argmax(-1)) if choose is None else choose(self.tokens, logits)
+            yield token
+            if number + 1 < max_new_tokens:
+                logits = self.read(torch.tensor([[token]]))
+
+    def go_to(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Make the tokens of a prompt (1, N) those of the context; the logits (1, V) of what follows. What the context has in
+        common with them isn't read again. Where `progress` raises, the context keeps what it has read."""
+        ids_1N = self._ids(prompt, None)
+        self._check_room(ids_1N.shape[1], longest=self.settings.max_seq_len)
         if self.prefixes is not None and self.length and int(self.tokens[0, 0]) != int(ids_1N[0, 0]):
             self.reset()  # nothing of it stays, and an empty context can begin with what is kept
         self._restore(ids_1N)
         rest = self._rest_of(ids_1N, None)
         logits = self._read(rest, prompt=True) if rest.shape[1] else self._logits_1V
         assert logits is not None
-        for number in range(max_new_tokens):
-            token = int(logits.argmax(-1)) if choose is None else choose(self.tokens, logits)
-            yield token
-            if number + 1 < max_new_tokens:
-                logits = self._read(torch.tensor([[token]]))
+        return logits
+
+    def read(self, more: torch.Tensor) -> torch.Tensor:
+        """Read tokens (N) or (1, N) after those in the context; the logits (1, V) of what follows."""
+        return self._read(self._ids(more, None))
 
     def _rest_of(self, ids_1N: torch.Tensor, count: int | None) -> torch.Tensor:
         """What of all tokens so far is still to be read; what the cache has that they haven't is forgotten."""
@@ -272,18 +284,18 @@ class LongContextSession:
             self._made_for = None
 
     def _read(self, ids_1N: torch.Tensor, prompt: bool = False) -> torch.Tensor:
-        """Read tokens (at least one) after those in the cache; the last one's logits (1, V). Where that fails the context is lost,
-        since some of its layers may have read tokens that others haven't."""
+        """Read tokens (at least one) after those in the cache; the last one's logits (1, V). Where a step fails the context is
+        lost, since some of its layers may have read tokens that others haven't."""
         self._check_room(self.length + ids_1N.shape[1])
         start, count = time.perf_counter(), ids_1N.shape[1]
-        try:
-            for first in range(0, count, self.piece):
+        for first in range(0, count, self.piece):
+            try:
                 self._logits_1V = self._step(ids_1N[:, first : first + self.piece], prompt or count > 1)
-                if prompt and self.progress is not None:
-                    self.progress(min(first + self.piece, count), count)
-        except BaseException:
-            self.reset()
-            raise
+            except BaseException:
+                self.reset()
+                raise
+            if prompt and self.progress is not None:
+                self.progress(min(first + self.piece, count), count)
         self.statistics.count(count, time.perf_counter() - start, prompt)
         if prompt:
             self._keep()

@@ -88,14 +88,14 @@ class Prefix:
         give tokens back (a recurrent state), it is a copy."""
         if not self.tokens:
             return self._decoder.new_cache()
-        if not _takes_back(self._cache):
+        if not takes_back(self._cache):
             return copy.deepcopy(self._cache)
         if more := int(self._cache.get_seq_length()) - self.tokens:
             self._cache.crop(-more)
         return self._cache
 
 
-def _takes_back(cache: Any) -> bool:
+def takes_back(cache: Any) -> bool:
     """Whether a cache's last tokens can be taken back."""
     layers = getattr(cache, "layers", [])
     sliding = (layer for layer in layers if getattr(layer, "is_sliding", False))
