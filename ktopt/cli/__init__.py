@@ -56,6 +56,11 @@ COMMANDS = {
         "apply a rule file and answer a prompt",
         'ktopt run rules/smollm2/cpu.yaml --weights smollm2.gguf --prompt "What is a compiler?"',
     ),
+    "serve": Command(
+        "serve",
+        "apply a rule file and answer requests of OpenAI's API",
+        "ktopt serve rules/smollm2/cpu.yaml --weights smollm2.gguf --port 10002",
+    ),
     "bench": Command(
         "bench",
         "apply a rule file and measure prefill, decode and memory",

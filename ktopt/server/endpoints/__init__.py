@@ -1,0 +1,1 @@
+"""One file an endpoint, or a few that belong together."""

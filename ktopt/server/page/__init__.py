@@ -1,0 +1,1 @@
+"""The page at /, a static file."""

@@ -1,0 +1,1 @@
+"""OpenAI's API as data: what requests may say, and what answers look like."""
