@@ -433,7 +433,7 @@ LIGHT = """
 import sys
 from ktopt.cli import main
 code = main(sys.argv[1:])
-heavy = {"torch", "transformers", "networkx", "numpy", "rich", "jsonschema", "lark", "regex", "gguf"} & set(sys.modules)
+heavy = set("torch transformers networkx numpy rich jsonschema lark regex gguf prompt_toolkit".split()) & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else code)
 """
 

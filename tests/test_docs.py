@@ -268,3 +268,14 @@ def test_presets_have_the_memory_and_the_capability_that_the_page_says() -> None
     assert made
     assert other
     assert made.devices[0].sm == int(other[1])
+
+
+def test_the_page_on_chat_lists_its_commands_and_ktransformers_options() -> None:
+    from ktopt import local_chat
+    from ktopt.chat.commands import COMMANDS as CHAT
+
+    assert [name.split()[0] for name in table("chat.md", "command")] == list(CHAT)
+    theirs = {option for option in local_chat._parser()._option_string_actions if option.startswith("--") and "-" not in option[2:]}
+    assert set(table("chat.md", "local_chat.py")) == theirs - {"--help"} | {"--mode", "--prompt_file"}
+    (line,) = re.findall(r"^    python -m ktopt.local_chat (.*)$", text_of(ROOT / "docs" / "chat.md"), re.MULTILINE)
+    assert local_chat.arguments(shlex.split(line))[0] == "rules.yaml"

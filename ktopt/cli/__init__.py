@@ -56,6 +56,9 @@ COMMANDS = {
         "apply a rule file and answer a prompt",
         'ktopt run rules/smollm2/cpu.yaml --weights smollm2.gguf --prompt "What is a compiler?"',
     ),
+    "chat": Command(
+        "chat", "apply a rule file and talk with the model", "ktopt chat rules/smollm2/cpu.yaml --weights smollm2.gguf"
+    ),
     "serve": Command(
         "serve",
         "apply a rule file and answer requests of OpenAI's API",

@@ -1,4 +1,4 @@
-"""What the terminal can show: colour, width, byte counts and a progress bar."""
+"""What the terminal can show: colour, width and a progress bar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 import time
 from typing import Any, Self, TextIO
 
-from ktopt.render.style import Style
+from ktopt.render.style import Style, size
+
+__all__ = ["Progress", "TokenProgress", "columns", "size", "style_of"]
 
 
 def style_of(stream: TextIO) -> Style:
@@ -23,15 +25,6 @@ def style_of(stream: TextIO) -> Style:
 def columns(stream: TextIO) -> int:
     """Width to lay a table out in: the terminal's, or 100 where output goes to a file."""
     return max(80, shutil.get_terminal_size((100, 24)).columns) if stream.isatty() else 100
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units: "538.1 MB", "1.3 TB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.95:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""Colour and width of terminal text."""
+"""Colour and width of terminal text, and numbers in it."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def width(text: str) -> int:
 def plural(count: int, noun: str) -> str:
     """ "1 error", "3 errors", "2 infos"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: "538.1 MB", "1.3 TB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.95:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

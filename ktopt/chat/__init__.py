@@ -1,0 +1,1 @@
+"""`ktopt chat`: a conversation with a model in a terminal."""
