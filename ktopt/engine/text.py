@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,6 +102,6 @@ def _spelling(tokenizer: Any) -> tuple[frozenset[int], dict[str, int] | None]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     added, backend = frozenset(tokenizer.added_tokens_decoder), getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or "ByteLevel" not in json.dumps(json.loads(backend.to_str())["decoder"]):
+    if backend is None or b"ByteLevel" not in backend.decoder.__getstate__():
         return added, None
     return added, {character: byte for byte, character in bytes_to_unicode().items()}
