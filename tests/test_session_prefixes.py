@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +16,7 @@ from apply_fixtures import make_model, make_tokenizer
 from gguf_fixtures import make_folder, make_gguf, tiny_model
 
 from ktopt import load_model
+from ktopt.cache.blocks import prefix
 from ktopt.config import Config, ModelSettings
 from ktopt.diagnostics import KtoptError
 from ktopt.long_context.session import LongContextSession
@@ -186,6 +189,44 @@ def test_blocks_that_can_not_be_kept_are_said_and_the_answer_comes_all_the_same(
     monkeypatch.setattr(session.prefixes, "keep", raises)
     assert answer(session, OTHER) == fresh
     assert "aren't kept for later ones: the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize("gone", ["prefixes", "."])
+def test_where_the_folder_vanishes_the_answer_comes_all_the_same(
+    folder: Path, tmp_path: Path, fresh: list[int], gone: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept"
+    with opened(folder, kept) as session:
+        shutil.rmtree(kept / gone)
+        assert list(session.generate(OTHER, 8)) == fresh
+        assert "the prompt is read from its first token on" in caplog.text
+        assert "aren't kept for later ones" in caplog.text
+        session.reset()
+        assert list(session.generate(OTHER, 8)) == fresh  # a new context makes the folder anew
+    assert opened(folder, kept).kvc2.match(OTHER) == 240
+
+
+def test_files_that_are_another_user_s_are_taken_though_they_can_not_be_marked_as_used(
+    folder: Path, tmp_path: Path, fresh: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    answer(opened(folder, tmp_path), PROMPT)
+    monkeypatch.setattr(os, "utime", refuse)
+    session = opened(folder, tmp_path)
+    assert answer(session, OTHER) == fresh
+    assert session.statistics.reused_tokens == 192
+
+
+def test_the_tokens_of_a_prompt_are_hashed_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(opened(folder, tmp_path), PROMPT)
+    done, hashes = [], prefix.chain_hashes
+    monkeypatch.setattr(prefix, "chain_hashes", lambda *given: done.append(1) or hashes(*given))
+    with opened(folder, tmp_path) as session:
+        session.chunk_prefill(PROMPT)
+    assert session.statistics.reused_tokens
+    assert len(done) == 1
 
 
 def raises(*_: Any) -> None:

@@ -101,9 +101,13 @@ class LongContextSession:
             log.warning("the blocks of this prompt aren't kept for later ones: %s", error)
 
     def _restore(self, ids_1N: torch.Tensor) -> None:
-        """Begin an empty context with what is kept of a prompt."""
+        """Begin an empty context with what is kept of a prompt. Where nothing can be taken, the log says so, and all of it is read."""
         if self.prefixes is not None and not self.length:
-            found = self.prefixes.restore(ids_1N[0].tolist())
+            try:
+                found = self.prefixes.restore(ids_1N[0].numpy())
+            except KtoptError as error:
+                log.warning("the prompt is read from its first token on: %s", error)
+                return
             self.tokens, self._as_read = ids_1N[:, :found], found
             self.statistics.reused_tokens += found
 

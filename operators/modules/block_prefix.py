@@ -7,7 +7,6 @@ Legend: R rows, M blocks, T tokens of a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 import torch
 
 from ktopt.cache.blocks.memory import disk_share
-from ktopt.cache.blocks.prefix import PrefixStore
+from ktopt.cache.blocks.prefix import PrefixStore, Tokens
+from ktopt.diagnostics import KtoptError
 from ktopt.kernels.anchors import Anchors
 from ktopt.operators.modules.block_cache import BlockCache
 from ktopt.operators.modules.block_layer import ATTRIBUTE, BlockLayer, block_layer
@@ -59,16 +59,20 @@ class Prefixes:
             quota_bytes=quota,
         )
 
-    def match(self, token_ids: Sequence[int]) -> int:
+    def match(self, token_ids: Tokens) -> int:
         """How many tokens of a prompt are kept, from its first on."""
         return self.store.match(token_ids) * self.blocks.tokens
 
-    def restore(self, token_ids: Sequence[int]) -> int:
+    def restore(self, token_ids: Tokens) -> int:
         """Have the empty cache begin with what is kept of a prompt, but for its last ones, which a window must have as they
-        came; how many tokens that are."""
-        blocks = self.blocks
+        came; how many tokens that are. KtoptError, and the cache is empty as before, where the folder can't be used."""
+        blocks, token_ids = self.blocks, np.asarray(token_ids, dtype=np.int64)
         most = max(0, len(token_ids) - blocks.settings.local_windows_len - 1) // blocks.tokens
-        taken = self.store.attach(blocks.store, token_ids, most)
+        try:
+            taken = self.store.attach(blocks.store, token_ids, most)
+        except KtoptError:
+            blocks.store.truncate(0)
+            raise
         sinks = self._take_sinks(self.store.sink(token_ids)) if taken else False
         middle = self._take_anchors(token_ids, taken - blocks.sinks) if sinks else 0
         if taken and (not sinks or middle < taken - blocks.sinks):
@@ -79,7 +83,7 @@ class Prefixes:
             layer.gone = blocks.sinks + middle
         return (blocks.sinks + middle) * blocks.tokens
 
-    def keep(self, token_ids: Sequence[int]) -> int:
+    def keep(self, token_ids: Tokens) -> int:
         """Keep the blocks of the cache, which holds these tokens, for later sessions; how many tokens of them are kept."""
         if min(layer.gone for layer in self.layers) < self.blocks.sinks:
             return 0
@@ -93,7 +97,7 @@ class Prefixes:
     def _sinks(self) -> list[torch.Tensor]:
         return [held for layer in self.layers if layer.sink is not None for held in layer.sink.memory]
 
-    def _take_anchors(self, token_ids: Sequence[int], middle: int) -> int:
+    def _take_anchors(self, token_ids: Tokens, middle: int) -> int:
         """Fill the anchors of the first `middle` blocks, as far as they are kept; of how many blocks they are."""
         for block in range(middle):
             memory = [part for anchors in self._anchors() for part in _parts(anchors, block)]

@@ -14,8 +14,8 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,12 +60,11 @@ class PrefixStore:
         self.shape = FileShape(model_hash, layout, layers, rows)
         sink_layout = replace(layout, tokens=layout.tokens * max(sink_blocks, 1))
         self._sink_shape = FileShape(f"{model_hash}|sink of {layers} layers", sink_layout, 0, rows)
-        try:
+        self._last: tuple[NDArray[np.int64], list[bytes]] = np.zeros(0, dtype=np.int64), []
+        with self._in_words("kept there for later prompts"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with FolderLock(self.folder):
                 pass
-        except OSError as error:
-            raise KtoptError(f"{self.folder}: blocks can't be kept there for later prompts: {error.strerror}") from error
 
     @property
     def held_bytes(self) -> int:
@@ -83,10 +82,14 @@ class PrefixStore:
     def attach(self, store: BlockStore, token_ids: Tokens, blocks: int | None = None, *, verify: bool = True) -> int:
         """Take what is there of a prompt, of its first `blocks` blocks at most, for the first blocks of an empty store; how many
         blocks of the prompt that are, the sink's included. With `verify` all of it is read once, and what is damaged is removed.
-        KtoptError where store and files aren't on one file system."""
-        self._check(store)
+        KtoptError where the folder can't be used, or where store and files aren't on one file system."""
         if store.whole_blocks:
             raise KtoptError(f"blocks of an earlier prompt can only begin a cache, and this one has {store.whole_blocks} already")
+        with self._in_words("taken from there"):
+            self._check(store)
+            return self._attach(store, token_ids, blocks, verify)
+
+    def _attach(self, store: BlockStore, token_ids: Tokens, blocks: int | None, verify: bool) -> int:
         tokens, chain = self._chain(token_ids)
         most = min(len(chain), self.sink_blocks + store.max_blocks, len(chain) if blocks is None else blocks)
         if self.sink_blocks and (most < self.sink_blocks or not self._take_sink(store, tokens, chain)):
@@ -110,19 +113,17 @@ class PrefixStore:
     ) -> int:
         """Keep the blocks of a session, whose tokens these are, for others; how many of the prompt's blocks are there then. `sink`
         is for the first ones; `extra` gives bytes for a block of the store. What has no room within the quota isn't kept, and that
-        is logged. KtoptError where the disk is full, or store and folder aren't on one file system."""
-        self._check(store)
+        is logged. KtoptError where the disk is full or the folder gone, or store and folder aren't on one file system."""
         tokens, chain = self._chain(token_ids)
         most = min(len(chain), self.sink_blocks + store.whole_blocks)
-        if most < max(self.sink_blocks, 1):
-            return 0
-        store.flush()
-        try:
+        with self._in_words("kept there for later prompts"):
+            self._check(store)
+            if most < max(self.sink_blocks, 1):
+                return 0
+            store.flush()
             with FolderLock(self.folder):
                 kept = self._keep(store, tokens, chain[:most], sink, extra)
             sync_folder(self.folder)
-        except OSError as error:
-            raise KtoptError(f"{self.folder}: blocks can't be kept for later prompts: {error.strerror}") from error
         if kept < most:
             log.warning(
                 "%s: %d of %d blocks are kept: its quota of %s holds no more",
@@ -213,8 +214,16 @@ class PrefixStore:
         now = time.time_ns()
         for index in range(max(self.sink_blocks - 1, 0), len(chain)):
             used = now - index * STEP_NS
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, PermissionError):
                 os.utime(self._path(chain, index), ns=(used, used))
+
+    @contextmanager
+    def _in_words(self, done: str) -> Iterator[None]:
+        """What the operating system refuses about the folder becomes a KtoptError: that blocks can't be `done`."""
+        try:
+            yield
+        except OSError as error:
+            raise KtoptError(f"{self.folder}: blocks can't be {done}: {error.strerror or error}") from error
 
     def _header(self, tokens: NDArray[np.int64], chain: list[bytes], index: int) -> BlockHeader | None:
         """Of the file of a prompt's block, where it is there and is what it should be. What the sink's file covers it does once."""
@@ -264,7 +273,9 @@ class PrefixStore:
 
     def _chain(self, token_ids: Tokens) -> tuple[NDArray[np.int64], list[bytes]]:
         tokens = np.asarray(token_ids, dtype=np.int64)
-        return tokens, chain_hashes(self.shape, tokens)
+        if not np.array_equal(tokens, self._last[0]):
+            self._last = tokens.copy(), chain_hashes(self.shape, tokens)
+        return self._last
 
     def _path(self, chain: list[bytes], index: int) -> Path:
         return self.folder / f"{chain[index].hex()}{SINK if index < self.sink_blocks else BLOCK}"
