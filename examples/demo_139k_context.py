@@ -78,8 +78,9 @@ def main() -> None:
         file = Path(folder) / "config.yaml"
         file.write_text(
             CONFIG.format(
-                model=args.model or smollm2(), context=args.context, window=min(4096, args.context // 4), prefill=args.prefill,
-                anchor_type=args.anchor_type, device=args.device_GB, host=args.host_GB, disk=args.disk or Path(folder) / "kvc",
+                model=args.model or smollm2(), context=args.context, window=max(1, min(4096, args.context // 4)),
+                prefill=args.prefill, anchor_type=args.anchor_type, device=args.device_GB, host=args.host_GB,
+                disk=args.disk or Path(folder) / "kvc",
             )
         )  # fmt: skip
         config = Config(file)

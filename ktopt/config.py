@@ -37,7 +37,7 @@ class Section(OperatorConfig):
 class ModelSettings(Section):
     """`model`: which model, and where."""
 
-    name_or_path: str = option(help="the model: a shipped name, a model folder, a config.json or a GGUF file")
+    name_or_path: str = option(help="the model: a shipped name, a model folder, a config.json or a GGUF file", aliases=("path",))
     device: str | None = option(None, help="device of what no rule places", device=True)
 
 
@@ -119,6 +119,12 @@ SECTIONS: dict[str, type[OperatorConfig]] = {
     "kvc2": CacheSettings,
 }
 
+
+UPSTREAMS: dict[str, tuple[str, ...]] = {
+    "": ("log", "server", "db", "user", "web", "ext", "local_chat", "async_server", "attn"),
+    "model": ("type", "name", "gguf_path", "cache_lens", "max_new_tokens"),
+}
+"""What the config.yaml that KTransformers installs has beside this, for its server: sections, and keys of a section."""
 
 Sections = Mapping[str, Mapping[str, Any]]
 """Settings as they are written, by section and by the fields' names."""
@@ -208,8 +214,11 @@ def long_settings(given: Mapping[str, Any]) -> LongContextSettings:
 
 
 def settle(long: LongContextSettings) -> LongContextSettings:
-    """The settings with lengths in whole blocks, and with the defaults that hang on other keys."""
-    lengths = {name: -(-getattr(long, name) // long.block_size) * long.block_size for name in LENGTHS}
+    """The settings with lengths in whole blocks, and with the defaults that hang on other keys. A cache holds the first blocks and
+    one more at least."""
+    block = long.block_size
+    lengths = {name: -(-getattr(long, name) // block) * block for name in LENGTHS}
+    lengths["max_seq_len"] = max(lengths["max_seq_len"], (sink_blocks(block) + 1) * block)
     anchors = long.anchor_num or anchors_of(long.anchor_type) or 1
     return replace(long, **lengths, anchor_num=anchors, token_step=long.token_step or 1)
 

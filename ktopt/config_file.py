@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
-from ktopt.config import SECTIONS, CacheSettings, Config, ModelSettings, long_settings, memory_problem
+from ktopt.config import SECTIONS, UPSTREAMS, CacheSettings, Config, ModelSettings, long_settings, memory_problem
 from ktopt.diagnostics import CompileError, Report
 from ktopt.parse import parse, read_source
 from ktopt.source import Document, Mapping, SourceFile
-from ktopt.validate.settings import SectionReader, check_together, owners
+from ktopt.validate.settings import SectionReader, check_together, owners, say_unread
 from ktopt.validate.shape import Shape, kind_of
+
+log = logging.getLogger(__name__)
 
 _OF_RULES = ("rules", "version", "place", "let", "import", "architectures")
 _SECTION = re.compile(r"(?m)^[\"']?(?:model|long_context|kvc2)[\"']?[ \t]*:")
-SERVER = ("log", "server", "db", "user", "ext", "web", "attn", "local_store", "fast_safetensors", "local_chat")
 """Sections of KTransformers' own config.yaml for its server and its command line."""
 
 
 def read_config(path: str | Path) -> Config:
-    """The config in a file. CompileError, whose report has every finding, where it can't be used; lengths are rounded up to whole
-    blocks without a word (`check_config` tells)."""
+    """The config in a file. CompileError, whose report has every finding, where it can't be used; what else was found, such as a
+    length that is rounded up to whole blocks, is logged."""
     source = read_source(path)
     report = Report()
     document = parse(source, report)
     config = check_config(document, report)
     if config is None or report.errors:
         raise CompileError(report)
+    for finding in report.sorted():
+        log.warning("%s", finding)
     return config
 
 
@@ -54,10 +58,8 @@ def check_config(document: Document, report: Report) -> Config | None:
         if root is not None:
             shape.error("KT206", f"a config is a mapping with `model`, not {kind_of(root)}", root, help="write `model:` ...")
         return None
-    elsewhere = dict.fromkeys(
-        SERVER, "KTransformers' server and command line read it; ktopt's config has model, long_context, kvc2"
-    )
-    shape.keys(root, tuple(SECTIONS), {**elsewhere, **owners()})
+    shape.keys(root, (*SECTIONS, *UPSTREAMS[""]), owners())
+    say_unread(shape, root, "")
     if root.get("model") is None:
         shape.error(
             "KT203", "`model` is missing", root.entries[0][0] if root.entries else root, help="write `model:`, with `name_or_path`"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ktopt import registry
-from ktopt.config import SECTIONS
+from ktopt.config import SECTIONS, UPSTREAMS
 from ktopt.operator import OperatorConfig, OperatorSpec, field_types
 from ktopt.placement import DTYPES
 from ktopt.plan import FORMAT, Plan, Step
@@ -152,7 +152,7 @@ def config_schema() -> dict[str, Any]:
         "$schema": DRAFT,
         "title": "ktopt long-context config",
         "type": "object",
-        "properties": {name: section_schema(name) for name in SECTIONS},
+        "properties": {**{name: section_schema(name) for name in SECTIONS}, **_unread("")},
         "required": ["model"],
         "additionalProperties": False,
     }
@@ -161,7 +161,12 @@ def config_schema() -> dict[str, Any]:
 def section_schema(name: str) -> dict[str, Any]:
     """The schema of a config's section, which a native rule file may have too."""
     section = SECTIONS[name]
-    return options_schema(section, (section.__doc__ or "").partition(": ")[2])
+    schema = options_schema(section, (section.__doc__ or "").partition(": ")[2])
+    return {**schema, "properties": {**schema["properties"], **_unread(name)}}
+
+
+def _unread(section: str) -> dict[str, Any]:
+    return {key: {"description": "KTransformers' server reads it, and nothing here does"} for key in UPSTREAMS.get(section, ())}
 
 
 def ruleset_schema() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -253,7 +254,7 @@ def test_blocks_of_one_token_may_have_its_least_and_greatest_numbers():
 def test_settings_that_cant_stand_together_are_refused():
     with pytest.raises(KtoptError, match=r"QUEST.*anchor_num: 2.*not 3"):
         OneLayer(anchor_type="QUEST", anchor_num=3)
-    with pytest.raises(KtoptError, match="cache holds 8"):
+    with pytest.raises(KtoptError, match="cache holds 9"):
         OneLayer(max_seq_len=64, local_windows_len=64)
 
 
@@ -272,6 +273,7 @@ def test_what_a_cache_of_blocks_cant_do_is_said():
         (lambda: one.layers[0].batch_select_indices(torch.tensor([0])), "can't be chosen"),
         (lambda: one.layers[0].batch_repeat_interleave(2), "can't be repeated"),
         (lambda: copy.deepcopy(one.layers[0]), "can't be copied"),
+        (lambda: pickle.dumps(one.layers[0]), "can't be pickled"),
     ):
         with pytest.raises(KtoptError, match=said):
             call()

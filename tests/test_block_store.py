@@ -127,10 +127,13 @@ class TestWarmth:
             warmth.mark(0, np.array([4]))
         assert self.order(warmth, [1, 2, 4])[-1] == 4
 
-    def test_importance_weighs_as_selections_do(self):
+    def test_new_parts_begin_as_selected_once_just_now_whatever_was_there_before(self):
         warmth = Warmth(1, 8)
-        warmth.begin(0, np.array([1, 2, 3]), np.array([0.5, 3.0, 0.1], dtype=np.float32))
-        assert self.order(warmth, [1, 2, 3]) == [3, 1, 2]
+        for part in (2, 2, 2, 1, 1):
+            warmth.mark(0, np.array([part]))
+        assert self.order(warmth, [1, 2]) == [1, 2]
+        warmth.begin(0, np.array([2]))
+        assert self.order(warmth, [1, 2, 3]) == [3, 2, 1]
 
     def test_among_parts_alike_the_layer_that_comes_last_gives_first(self):
         warmth = Warmth(4, 8)

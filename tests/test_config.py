@@ -75,6 +75,8 @@ def test_what_is_left_out_has_a_default() -> None:
     ("second_block_count: 7", "second_select_num", 7),
     ("representative_type: FIXED", "anchor_type", "FIXED"),
     ("max_seq_len: 32768", "max_seq_len", 32768),
+    ("max_seq_len: 1", "max_seq_len", 256),
+    ("max_seq_len: 5, block_size: 8", "max_seq_len", 72),
     ("local_windows_len: 4000", "local_windows_len", 4096),
     ("max_seq_len: 8192", "local_windows_len", 4096),
     ("max_seq_len: 8192", "preselect_block_count", 31),
@@ -104,7 +106,8 @@ def test_settings_are_settled(settings: str, name: str, value: Any) -> None:
     (long("cpu_memory_size_GB: 3"), "KT202", 2, "it belongs under `kvc2:`"),
     (MODEL + "long_contxt: {}\n", "KT202", 2, "did you mean `long_context`?"),
     (MODEL + "block_size: 128\n", "KT202", 2, "it belongs under `long_context:`"),
-    (MODEL + "server: {port: 1}\n", "KT202", 2, "KTransformers' server"),
+    (MODEL + "sever: {port: 1}\n", "KT202", 2, "unknown key `sever`"),
+    ("model: {name_or_path: m, path: n}\n", "KT210", 1, "another spelling of `name_or_path`"),
     (long("anchor_type: Fix"), "KT207", 2, "did you mean FIXED?"),
     (long("kv_type: fp16"), "KT207", 2, "did you mean FP16?"),
     (long("head_select_mode: EACH"), "KT207", 2, 'is "EACH"'),
@@ -122,6 +125,55 @@ def test_what_can_not_be_is_one_error_at_its_line_and_leaves_no_config(text: str
     assert [(d.code, d.span.start.line) for d in errors] == [(code, line)], [str(d) for d in found]
     assert said in errors[0].message
     assert config is None
+
+
+UPSTREAMS = """\
+log: {dir: logs, file: lexllama.log, level: debug, backup_count: -1}
+server: {ip: 0.0.0.0, port: 10002}
+db: {type: sqllite, database: server.db, host: ./, pool_size: 10}
+user: {secret_key: "", algorithm: HS256}
+model:
+  type: balance_serve
+  name: DeepSeek-Coder-V2-Instruct
+  path: deepseek-ai/DeepSeek-V2-Lite-Chat
+  gguf_path: ./DeepSeek-V2-Lite-Chat-GGUF
+  device: cuda:0
+  cache_lens: 8192
+  max_new_tokens: 500
+web: {mount: False, open_cross_domain: True}
+ext: {cpu_infer: 10}
+long_context:
+  max_seq_len: 32000
+  block_size: 128
+  local_windows_len: 4096
+  second_select_num: 32
+  anchor_type: DYNAMIC
+  kv_type: FP16
+  dense_layer_num: 2
+  anchor_num: 1
+  preselect_block: True
+  head_select_mode: SHARED
+  preselect_block_count: 32
+  layer_step: 1
+  token_step:
+local_chat: {prompt_file: ""}
+async_server: {sched_strategy: FCFS, max_batch_size: 4}
+attn: {page_size: 256, chunk_size: 256}
+kvc2: {gpu_only: true, utilization_percentage: 1.0, cpu_memory_size_GB: 500}
+"""
+"""The keys of the file that KTransformers installs."""
+
+
+def test_the_config_that_ktransformers_installs_is_read_and_what_nothing_reads_is_said_once_a_mapping() -> None:
+    config, found = checked(UPSTREAMS)
+    assert config is not None
+    assert config.model.name_or_path == config.model["path"] == "deepseek-ai/DeepSeek-V2-Lite-Chat"
+    assert config.long_context.head_select_mode == "SHARED"
+    assert config.kvc2.cpu_memory_size_GB == 500
+    assert {d.severity for d in found} == {Severity.INFO}
+    assert [d.span.start.line for d in found] == [1, 6]
+    assert "`log`, `server`, `db`, `user`, `web`, `ext`, `local_chat`, `async_server`, `attn`" in found[0].message
+    assert "`type`, `name`, `gguf_path`, `cache_lens`, `max_new_tokens`" in found[1].message
 
 
 def test_reading_a_wrong_config_raises_with_every_finding(tmp_path: Path) -> None:

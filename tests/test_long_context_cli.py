@@ -70,6 +70,20 @@ def test_a_config_in_the_working_folder_is_found(folder: Path, capsys: pytest.Ca
         (folder / "ktopt.yaml").unlink()
 
 
+def test_a_length_that_is_rounded_up_is_said_and_a_context_may_be_less_than_a_block(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "uneven.yaml").write_text((folder / "config.yaml").read_text().replace("max_seq_len: 256", "max_seq_len: 250"))
+    named = ["--mode", "long_context", "--config", "uneven.yaml", "-p", "x", *ASKED]
+    assert "of 1,280 tokens" in text_of(capsys, *named)
+    assert "`max_seq_len: 250` is rounded up to 256, 16 blocks of 16 tokens" in caplog.text
+    rules = ["rules.yaml", "--weights", "tiny.gguf", "--mode", "long_context", "-p", "x", *ASKED]
+    assert "of 1,280 tokens" in text_of(capsys, *rules, "--context", "1")  # two blocks of 128, and an answer
+    assert "of 1,120 tokens" in text_of(
+        capsys, *rules, "--context", "20", "--config", "config.yaml"
+    )  # 4 first ones, 2 of the window
+
+
 def test_sampling_with_a_seed_repeats_itself(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--mode", "long_context", "--config", "config.yaml", "-p", "x", "-n", "12", "-q", "--temperature", "2"]
     texts = {text_of(capsys, *asked, "--seed", str(seed)) for seed in (1, 1, 2)}
@@ -107,7 +121,6 @@ def test_a_plan_of_nothing_is_refused(arguments: list[str], said: str, capsys: p
     (["--mode", "long_context", "--context", "0"], 2, "from 1 on, not 0"),
     (["--mode", "long_context"], 2, "where are the weights?"),
     (["--mode", "long_context", "--config", "config.yaml", "-p", "x" * 300], 1, "the prompt has 3"),
-    (["--mode", "long_context", "--config", "config.yaml", "--context", "20"], 1, "the cache holds 2"),
     (["--mode", "long_context", "--config", "nowhere.yaml"], 1, "can't be read"),
     ([".", "--mode", "long_context", "--weights", "tiny.gguf"], 2, "is a folder of `ktopt apply`"),
 ])  # fmt: skip

@@ -61,6 +61,22 @@ def test_a_disk_size_that_is_too_small_is_refused(tiny: Path, tmp_path: Path) ->
         start(tiny, {"cpu_memory_size_GB": 0.0015, "disk_path": str(tmp_path), "disk_size_GB": 1e-6})
 
 
+def test_memory_that_does_not_hold_what_a_step_attends_to_is_refused(tiny: Path, tmp_path: Path) -> None:
+    small = {"cpu_memory_size_GB": 0.0012, "disk_path": str(tmp_path)}
+    with pytest.raises(KtoptError, match=r"one layer's step needs 100 blocks of \d rows in memory.*select fewer blocks"):
+        start(tiny, small, second_select_num=100)
+    assert not list(tmp_path.glob("session-*"))
+    start(tiny, small, second_select_num=8)
+
+
+@pytest.mark.parametrize("device_GB", [0.00083, 0.00086, 0.00089, 0.00092, 0.001, 0.0011])
+def test_few_large_blocks_fit_into_two_tiers_of_memory(tiny: Path, device_GB: float) -> None:
+    memory = {"gpu_memory_size_GB": device_GB, "cpu_memory_size_GB": 1}
+    small = {"max_seq_len": 512, "block_size": 64, "local_windows_len": 64, "kv_type": "FP32", "chunk_size": 8}
+    model = start(tiny, memory, **small)
+    assert len(list(model.ktopt_session.generate(torch.ones(1, 400, dtype=torch.long), 2))) == 2
+
+
 @pytest.mark.parametrize("memory", [{"cpu_memory_size_GB": 0.0015}, {"prefix_reuse": True}])
 def test_a_disk_path_that_can_not_be_written_to_is_refused(
     tiny: Path, tmp_path: Path, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -77,7 +93,7 @@ def test_a_disk_path_that_can_not_be_written_to_is_refused(
 @pytest.mark.parametrize(("kvc2", "long", "said"), [
     ({"cpu_memory_size_GB": 0.0001}, {}, "must lie in memory takes .* and it may take 0.1 MB there"),
     ({"cpu_memory_size_GB": 0.0015}, {}, "don't fit into the 1.5 MB of main memory .* write `disk_path`"),
-    ({}, {"max_seq_len": 64}, "the cache holds 2"),
+    ({}, {"max_seq_len": 64}, "the cache holds 3"),
     ({}, {"anchor_type": "QUEST", "anchor_num": 3}, "`anchor_num: 2`, not 3"),
     ({}, {"kv_type": "Q8_0"}, "Q8_0 keeps 32 numbers together"),
     ({}, {"block_size": "many"}, "`block_size` must be a whole number"),

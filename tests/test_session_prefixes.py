@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("prefix")
     for name, seed in (("tiny", 3), ("another", 4)):
         make_tokenizer().save_pretrained(make_folder(made / name, make_model("llama", seed=seed)))
+    make_tokenizer().save_pretrained(make_folder(made / "latent", tiny_model("deepseek_v3", 3)))
     make_tokenizer().save_pretrained(make_folder(made / "wide", tiny_model("llama", 5, num_hidden_layers=3, head_dim=32)))
     return made
 
@@ -70,6 +71,15 @@ def test_the_same_beginning_is_not_read_again_and_the_answer_is_the_same(
     assert answer(session, OTHER) == fresh
     assert session.statistics.reused_tokens == 192
     assert session.statistics.prompt_tokens == OTHER.shape[1] - 192
+
+
+def test_latents_are_kept_and_taken_too(folder: Path, tmp_path: Path) -> None:
+    plain = load_model(folder / "latent", AS_IT_IS)[0]
+    made = plain.generate(OTHER, attention_mask=torch.ones_like(OTHER), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    answer(opened(folder, tmp_path, "latent"), PROMPT)
+    session = opened(folder, tmp_path, "latent")
+    assert answer(session, OTHER) == made[0, OTHER.shape[1] :].tolist()
+    assert session.statistics.reused_tokens == 192
 
 
 def test_a_small_choice_of_blocks_is_made_by_the_anchors_that_were_kept(folder: Path, tmp_path: Path) -> None:

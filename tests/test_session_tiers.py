@@ -139,6 +139,42 @@ def test_where_disk_path_vanishes_tokens_are_right_or_there_is_a_clear_error(
     assert not list(folder.glob("session-*"))
 
 
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    for at in range(0, len(data), 777):
+        data[at] ^= 4
+    file.write_bytes(data)
+
+
+def swap(file: Path) -> None:
+    others = sorted(other for other in file.parent.glob("0*") if other != file)
+    file.unlink()
+    shutil.copy(others[-1], file)
+
+
+@pytest.mark.parametrize("damage", [flip, lambda file: os.truncate(file, 5000), swap], ids=["bits", "end", "other"])
+@pytest.mark.parametrize("rules", [AS_IT_IS, None], ids=["as it is", "fused"])
+def test_where_a_session_s_own_files_are_damaged_tokens_are_right_or_there_is_a_clear_error(
+    model: Path, tmp_path: Path, damage: Any, rules: Any
+) -> None:
+    """Files stay open: one that another is put in the place of is read as it was."""
+    with opened(model, None, rules) as roomy:
+        expected = list(roomy.generate(PROMPT, 40))
+
+    def trouble() -> None:
+        for file in tmp_path.glob("session-*/0*"):
+            damage(file)
+
+    with opened(model, tmp_path, rules) as session:
+        said, error = tokens_until_an_error(session, 40, trouble, 3)
+        assert said == expected[: len(said)]
+        if damage is not swap:
+            assert "can't be read back: " in error
+            assert "compute the context anew" in error
+        assert len(said) == 40 or error
+        assert list(session.generate(PROMPT, 40)) == expected
+
+
 @pytest.mark.parametrize("writes", [0, 30])
 def test_where_the_disk_is_full_tokens_are_right_or_there_is_a_clear_error(
     model: Path, tmp_path: Path, expected: list[int], writes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

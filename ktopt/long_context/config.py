@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from ktopt import config as settings
 from ktopt.config import SECTIONS
-from ktopt.config_file import check_config, is_config
-from ktopt.diagnostics import CompileError, Report, UsageError
+from ktopt.config_file import is_config, read_config
+from ktopt.diagnostics import Report, UsageError
 from ktopt.operator import nearest, option_names
 from ktopt.parse import parse, read_source
-
-log = logging.getLogger(__name__)
 
 PLACES = ("ktopt.yaml", "~/.ktransformers/config.yaml")
 """Where a config is looked for, the first first."""
@@ -34,7 +31,7 @@ class Config(settings.Config):
         place = find_config() if path is None else Path(path)
         if place is None:
             raise UsageError(f"there is no config: write {' or '.join(PLACES)}, or say Config(path)")
-        read = _read(place)
+        read = read_config(place)
         for name in ("model", "long_context", "kvc2", "given"):
             object.__setattr__(self, name, getattr(read, name))
         object.__setattr__(self, "found", path is None)
@@ -60,13 +57,3 @@ def find_config() -> Path | None:
 def found_config() -> Config | None:
     """The config that lies where configs are looked for, or None."""
     return Config() if find_config() is not None else None
-
-
-def _read(path: Path) -> settings.Config:
-    report = Report()
-    read = check_config(parse(read_source(path), report), report)
-    if read is None or report.errors:
-        raise CompileError(report)
-    for finding in report.sorted():
-        log.warning("%s", finding)
-    return read

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ktopt.cache.blocks.memory import layer_shapes
+from ktopt.cache.blocks.memory import LayerShape, layer_shapes
 from ktopt.config import LongContextSettings
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.long_context.identity import model_hash
@@ -61,6 +61,8 @@ class LongContextSession:
         self._decoder, self._made_for = Decoder(model), context_tokens(model)
         self._hash = model_hash(model.ktopt_plan, weights, long) if self.kvc2.folder is not None else ""
         self._take_cache()
+        if self.prefixes is None:
+            self._try_cache()
 
     def _make_room(self, model: Any, long: LongContextSettings) -> int:
         """Have caches hold an answer beside the longest prompt; answers the tokens that they hold."""
@@ -79,17 +81,31 @@ class LongContextSession:
         self._as_read = 0  # the first tokens that were read many at a time: others have attended to chosen blocks
         self.prefixes = self._open_prefixes()
 
+    def _shapes(self) -> list[LayerShape]:
+        """Of the layers that keep tokens."""
+        return [shape for shape in layer_shapes(self.model.config.to_dict()) if shape is not None]
+
+    def _try_cache(self) -> None:
+        """Open a cache and close it: what its budgets, the machine or the disk don't hold is told before there is a prompt."""
+        shape = next(shape for shape in self._shapes() if shape.window is None)
+        blocks = self.attention[0].new_blocks()
+        device = torch.device(device_of(self.model.ktopt_plan))
+        try:
+            blocks.open(shape.rows, shape.key_dim, shape.value_dim, shared=shape.shared, device=device)
+        finally:
+            blocks.close()
+
     def _open_prefixes(self) -> Any:
         """What begins a context with blocks of an earlier one; None without prefix_reuse."""
         if self.kvc2.folder is None:
             return None
-        kept = [shape for shape in layer_shapes(self.model.config.to_dict()) if shape is not None]
+        kept = self._shapes()
         if any(shape.window is not None for shape in kept):
             raise KtoptError("`prefix_reuse` isn't for models with sliding windows, whose tokens are in no blocks: write false")
         shape = kept[0]
-        dims = (shape.key_dim, 0 if shape.shared else shape.value_dim)
         device = torch.device(device_of(self.model.ktopt_plan))
-        return self.attention[0].prefixes(self.cache, str(self.kvc2.folder), self._hash, shape.rows, dims, device)
+        folder, dims = str(self.kvc2.folder), (shape.key_dim, shape.value_dim)
+        return self.attention[0].prefixes(self.cache, folder, self._hash, shape.rows, dims, device)
 
     def _keep(self) -> None:
         """Keep the context's blocks for later ones. Where they can't be, the log says so, and the context goes on."""
@@ -101,7 +117,7 @@ class LongContextSession:
             log.warning("the blocks of this prompt aren't kept for later ones: %s", error)
 
     def _restore(self, ids_1N: torch.Tensor) -> None:
-        """Begin an empty context with what is kept of a prompt. Where nothing can be taken, the log says so, and all of it is read."""
+        """Begin an empty context with what is kept of a prompt. Where nothing can be taken the log says so, and all is read."""
         if self.prefixes is not None and not self.length:
             try:
                 found = self.prefixes.restore(ids_1N[0].numpy())

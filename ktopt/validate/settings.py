@@ -1,6 +1,7 @@
 """Sections of settings, `long_context` and `kvc2` of a config or a native rule file: YAML nodes to typed values, with findings.
 
-KT202 unknown key, KT203 missing, KT206 wrong kind, KT207 unknown word, KT210 a setting that can't be, KT211 one that is rounded.
+KT202 unknown key, KT203 missing, KT206 wrong kind, KT207 unknown word, KT210 a setting that can't be, KT211 one that is rounded,
+KT212 what nothing here reads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping as Map
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
 
-from ktopt.config import LENGTHS, SECTIONS, LongContextSettings, contradictions, outside, settle
+from ktopt.config import LENGTHS, SECTIONS, UPSTREAMS, LongContextSettings, contradictions, outside, settle
 from ktopt.operator import OperatorConfig, describe_type, field_types, is_a, nearest, option_names
 from ktopt.source import Mapping, Node, Scalar, plain
 from ktopt.validate.replacement import read_device
@@ -27,11 +28,19 @@ def _names(cls: Any) -> dict[str, str]:
     return option_names(cls)
 
 
+def say_unread(shape: Shape, mapping: Mapping, section: str) -> None:
+    """KT212 for what a section, or the whole file (""), has of KTransformers' that nothing here reads."""
+    if unread := [key for key, _ in mapping if key.value in UPSTREAMS.get(section, ())]:
+        names = ", ".join(f"`{key.value}`" for key in unread)
+        shape.info("KT212", f"{names}: KTransformers' server reads that, and nothing here does", unread[0])
+
+
 class SectionReader:
     """Reads the keys of the section called `name`."""
 
     def __init__(self, shape: Shape, name: str, section: Mapping) -> None:
-        self.shape, self.section = shape.inside(name), section
+        self.shape, self.section, self.unread = shape.inside(name), section, UPSTREAMS.get(name, ())
+        say_unread(self.shape, section, name)
         self.cls: type[OperatorConfig] = SECTIONS[name]
         fields_of: Any = self.cls
         self.names, self.hints = _names(self.cls), field_types(fields_of)
@@ -41,7 +50,7 @@ class SectionReader:
         """The values that are written, by the fields' names; None where one can't be, or one that there must be is missing."""
         before = len(self.shape.report.errors)
         others = {key: text for key, text in owners().items() if key not in self.names}
-        self.shape.keys(self.section, tuple(self.names), others)
+        self.shape.keys(self.section, (*self.names, *self.unread), others)
         values: dict[str, Any] = {}
         for key, node in self.section:
             name = self.names.get(str(key.value))

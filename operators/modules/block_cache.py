@@ -122,7 +122,7 @@ class BlockCache:
         reserved = self._reserved_bytes(rows, layout)
         blocks = self.most_middle
         each = rows * (layout.nbytes + PART_BYTES)
-        whole = len(self.indices) * blocks * each + reserved
+        whole = len(self.indices) * blocks * each + 2 * (layout.nbytes + PART_BYTES) + reserved  # two tiers hold whole parts each
         if device.type != "cpu":
             self._open_on_gpu(layout, rows, device, whole - reserved, reserved)
             return
@@ -254,6 +254,9 @@ class BlockCache:
 
     def __deepcopy__(self, memo: Any) -> BlockCache:
         raise KtoptError("a cache of blocks can't be copied: read the prompt again, or take tokens back with crop()")
+
+    def __reduce__(self) -> Any:
+        raise KtoptError("a cache of blocks can't be pickled: read the prompt again, with prefix_reuse where that takes long")
 
 
 def checked(settings: LongContextSettings) -> LongContextSettings:

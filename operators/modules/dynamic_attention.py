@@ -71,9 +71,10 @@ class Blocked:
         """What has an empty cache of one sequence begin with blocks of an earlier prompt (block_prefix.py)."""
         from ktopt.operators.modules.block_prefix import Prefixes
 
-        return Prefixes(cache, self._new_blocks(), folder, model_hash, rows, dims, device, self.LAYER)
+        return Prefixes(cache, self.new_blocks(), folder, model_hash, rows, dims, device, self.LAYER)
 
-    def _new_blocks(self) -> BlockCache:
+    def new_blocks(self) -> BlockCache:
+        """What the layers of a new cache have in common."""
         config = self.config
         rows = 1 if self.LAYER.LATENT else getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return BlockCache(*self.settings, full_layers(config), config.num_attention_heads // rows)
@@ -83,7 +84,7 @@ class Blocked:
         layers = cache.layers
         if self.layer_idx < len(layers) and type(layers[self.layer_idx]) is self.LAYER:
             return layers[self.layer_idx]  # type: ignore[no-any-return]
-        held = block_layer(cache, self.layer_idx, self._new_blocks, self.LAYER)
+        held = block_layer(cache, self.layer_idx, self.new_blocks, self.LAYER)
         if held is None:
             kind = type(cache.layers[self.layer_idx]).__name__ if self.layer_idx < len(cache.layers) else type(cache).__name__
             _say(type(self).__name__, f"a cache of another kind ({kind})")

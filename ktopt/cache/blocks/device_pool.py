@@ -109,13 +109,6 @@ class DevicePool:
         self._copies.wait()
         return torch.from_numpy(slots_RK).to(self.device, non_blocking=True)
 
-    def prefetch(self, layer: int, picks_RK: torch.Tensor, fetch: Fetch) -> None:
-        """Begin to bring in what is likely to be picked soon; `bring` waits for it."""
-        self._now += 1
-        there = self._slot_P[picks_RK.numpy() + self._first_parts_LR1[layer]] != NOWHERE
-        if not there.all():
-            self._load(layer, picks_RK.numpy(), there, fetch)
-
     def truncate(self, blocks: int) -> None:
         """Forget the blocks from `blocks` on, in all layers."""
         parts_P = (self._first_parts_LR1 + np.arange(blocks, self.max_blocks)).reshape(-1)

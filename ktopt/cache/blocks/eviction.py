@@ -44,9 +44,9 @@ class Warmth:
         if gain > MOST:
             self._scale_down(layer)
 
-    def begin(self, layer: int, parts_S: NDArray[np.int64], importance_S: NDArray[np.float32] | float) -> None:
-        """New parts of a layer begin as if they had been selected `importance` times just now."""
-        self._warmth_P[parts_S] = self._gain[layer] * importance_S
+    def begin(self, layer: int, parts_S: NDArray[np.int64]) -> None:
+        """New parts of a layer begin as if they had been selected once just now."""
+        self._warmth_P[parts_S] = self._gain[layer]
 
     def expect(self, layer: int, parts_S: NDArray[np.int64]) -> None:
         """These parts are about to be selected: they are no colder than what has been selected once just now."""

@@ -74,9 +74,8 @@ class BlockStore:
         """Where a part's bytes are, int64 (L, R, M); 0 where in no memory. Always the same tensor: kernels may hold on to it."""
         return self._residency.addresses
 
-    def put(self, layer: int, block: int, data_RN: torch.Tensor, importance_R: torch.Tensor | None = None) -> None:
-        """Store a new block of a layer, uint8. `importance_R`: as how many selections just now its parts count, 1 by default.
-        KtoptError where memory is full and nothing can leave it."""
+    def put(self, layer: int, block: int, data_RN: torch.Tensor) -> None:
+        """Store a new block of a layer, uint8. KtoptError where memory is full and nothing can leave it."""
         if not 0 <= block < self.max_blocks:
             raise KtoptError(f"block {block} doesn't fit into a cache of {self.max_blocks} blocks: give it a greater max_seq_len")
         parts_R = self._first_parts_LR1[layer, :, 0] + block
@@ -89,7 +88,7 @@ class BlockStore:
         self._pools.write(slots_R, data_RN.numpy())
         self._residency.state_P[parts_R] = KNOWN
         self._residency.settle(parts_R, slots_R)
-        self._residency.warmth.begin(layer, parts_R, 1.0 if importance_R is None else importance_R.numpy())
+        self._residency.warmth.begin(layer, parts_R)
         self._counts.put_bytes += self.rows * self.layout.nbytes
         if self._traffic is not None:
             self._traffic.write(layer, block, slots_R.tolist(), begin=self._pools.free * 2 < self._pools.slots)
