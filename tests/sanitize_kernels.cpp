@@ -389,11 +389,41 @@ bool check_layer(bool latent, bool routed, int kind, int threads) {
     return true;
 }
 
+// Sequences in pages: a piece of a prompt and tokens that decode, in one run.
+bool check_pages(bool latent, bool routed, int kind, int threads) {
+    constexpr int64_t PAGE = 16, PAGES = 7, SEQUENCES = 3;
+    Held held;
+    held.floats.reserve(64);
+    Experts experts{SILU, {}, false, {}};
+    const Layer layer = make_layer(held, latent, routed, experts);
+    const int64_t item = layout_of(kind).bytes, rotary = latent ? ROPE : DIM;
+    std::vector<uint8_t> keys(size_t(PAGES * KV_HEADS * PAGE * DIM * item)), values(keys);
+    std::vector<uint8_t> pages(size_t(PAGES * PAGE * (LATENT + ROPE) * item));
+    const std::vector<int32_t> one = {5, 0}, two = {3, 6, 1}, three = {2, 4};
+    const int32_t* const tables[] = {one.data(), two.data(), three.data()};
+    std::vector<int64_t> pasts(SEQUENCES);
+    for (const auto& counts : {std::vector<int64_t>{15, 30, 1}, {1, 1, 5}, {1, 17, 1}, {1, 1, 1}}) {
+        std::vector<int64_t> firsts = {0};
+        for (const int64_t count : counts) firsts.push_back(firsts.back() + count);
+        const int64_t rows = firsts.back();
+        std::vector<float> x(size_t(rows * HIDDEN), 0.25f), cos(size_t(rows * rotary), 0.5f), sin(cos);
+        const Ragged ragged{SEQUENCES, firsts.data(), pasts.data(), tables, PAGE};
+        const PagedKeyValues cache{kind, keys.data(), values.data(), PAGES};
+        const PagedLatents latents{{kind, pages.data(), PAGES, PAGE}, nullptr, 0, 0};
+        Run r{x.data(), 1, rows, cos.data(), sin.data(), true, nullptr, latent ? &latents : nullptr, nullptr, threads};
+        r.ragged = &ragged;
+        r.pages = latent ? nullptr : &cache;
+        if (run(layer, r) == Outcome::no_memory) return false;
+        for (size_t s = 0; s < SEQUENCES; s++) pasts[s] += counts[s];
+    }
+    return true;
+}
+
 bool check_layers() {
     for (const bool latent : {false, true})
         for (const bool routed : {false, true})
             for (const int kind : {F32, F16, BF16})
-                if (!check_layer(latent, routed, kind, 3)) return false;
+                if (!check_layer(latent, routed, kind, 3) || !check_pages(latent, routed, kind, 3)) return false;
     return true;
 }
 

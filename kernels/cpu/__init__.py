@@ -177,17 +177,17 @@ def dequantize(weight: Blocks, out_RC: torch.Tensor, threads: int, first: int = 
 
 
 def layer_runners(description: dict[str, Any]) -> tuple[Callable[..., None], ...]:
-    """A decoder layer as one call: the extension's run_layer, run_latent_layer, run_mlp, run_before_attention and
-    run_after_attention (module.cpp names what they take), on what module_layer.cpp makes of a description: numbers, float32 vectors
-    as (address, epsilon) for norms, and lists of matrices as (*Blocks.call, first result, address of the bias or 0). What stands at
-    the addresses must outlive the runners.
+    """A decoder layer as one call: the extension's run_layer, run_latent_layer, run_mlp, run_before_attention,
+    run_after_attention and run_paged (module.cpp names what they take), on what module_layer.cpp makes of a description: numbers,
+    float32 vectors as (address, epsilon) for norms, lists of matrices as (*Blocks.call, first result, address of the bias or 0).
+    What stands at the addresses must outlive the runners.
 
     x (B, S, H) float32 is read and written. ValueError for what doesn't fit, OverflowError where float16 can't hold what a cache is
     to keep.
     """
     extension = _needed()
     layer = extension.layer(description)
-    runners = ("run_layer", "run_latent_layer", "run_mlp", "run_before_attention", "run_after_attention")
+    runners = ("run_layer", "run_latent_layer", "run_mlp", "run_before_attention", "run_after_attention", "run_paged")
     return tuple(partial(getattr(extension, name), layer) for name in runners)
 
 

@@ -32,6 +32,7 @@ PyObject* run_before_attention(PyObject*, PyObject* const* given, Py_ssize_t cou
 PyObject* run_after_attention(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 PyObject* run_mlp(PyObject*, PyObject* const* given, Py_ssize_t count);
+PyObject* run_paged(PyObject*, PyObject* const* given, Py_ssize_t count);
 
 // See kernels/cpu/latent.py.
 PyObject* latent_attention(PyObject*, PyObject* const* given, Py_ssize_t count);

@@ -6,12 +6,21 @@
 
 namespace ktopt {
 
+// Where tokens stand that don't lie together: token t of a head at place t % page_tokens of page pages[t / page_tokens], and a page's
+// keys, of all heads, `key_bytes` after those of the page before it. Pages have an even number of tokens. Without `pages` all tokens
+// lie one after another.
+struct Paging {
+    const int32_t* pages = nullptr;
+    int64_t page_tokens = 0, key_bytes = 0, value_bytes = 0;
+};
+
 // Keys and values as a cache holds them: for each KV head its tokens, each token's numbers one after the other, of kind F32, F16 or
 // BF16. The next head's tokens stand so many bytes on.
 struct KeyValues {
     int kind;
     const uint8_t *keys, *values;
     int64_t key_head_bytes, value_head_bytes;
+    Paging paging{};
 };
 
 constexpr int64_t CAUSAL = -1;
@@ -50,6 +59,7 @@ struct PrefillPart {
     int64_t q_stride, out_stride, group, first, start, begin, end;
     uint8_t* scratch;  // prefill_scratch bytes at a multiple of 64
     float* log_sum;    // of this KV head's first query head, at query 0; or null
+    Paging paging;
 };
 
 // Bytes that a part of so many tiles works in. A tile is `rows` queries.

@@ -118,7 +118,7 @@ bool attend_segments(const RowsShape& s, const Segment* segments, const int64_t*
     int64_t bytes = 0;
     for (int64_t i = first[0]; i < first[s.rows]; i++) bytes += segments[i].tokens * Steps(s, segments[i]).both;
     const int64_t share = bytes / (int64_t(std::max(threads, 1)) * PARTS_A_THREAD) + 1;
-    const int64_t part_bytes = threads <= 1 ? bytes + 1 : std::max(share, PART_BYTES);
+    const int64_t part_bytes = s.alone ? PART_BYTES : threads <= 1 ? bytes + 1 : std::max(share, PART_BYTES);
     const int64_t most = s.rows + bytes / part_bytes + 1, numbers = s.value_dim + 2;
     const auto pieces = size_t(first[s.rows] - first[0] + most), results = size_t(most * s.group * numbers);
     if (!job_scratch.reset(Scratch::room<Segment>(pieces) + Scratch::room<RowPart>(size_t(most)) +

@@ -24,9 +24,12 @@ bool decode_attention(const DecodeShape& shape, const Sight* sights, int64_t cou
                       int64_t out_stride, int threads);
 
 // `group` query heads that share keys and values are a row, and `rows_together` rows lie one after another, the next ones a stride on.
+// A row's segments are cut into parts by how much there is to share out; where `alone`, by the row's own alone, so that its result
+// is the same whatever else is computed with it.
 struct RowsShape {
     int64_t rows, rows_together, group, key_dim, value_dim;
     float scale;
+    bool alone = false;
 };
 
 // Row r attends to segments [first[r], first[r + 1]). Its query h is at q + r / rows_together * q_stride + (r % rows_together *

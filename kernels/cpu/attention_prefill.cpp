@@ -82,7 +82,7 @@ bool prefill_attention(const AttentionShape& shape, const KeyValues& cache, cons
     job.blocks = divided(tiles, job.tiles);
     job.cache = &cache;
     job.run = isa.prefill;
-    job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr, log_sum};
+    job.all = {&shape, cache.kind, cache.keys, cache.values, q, out, q_stride, out_stride, group, first, start, 0, rows, nullptr, log_sum, cache.paging};
     const int64_t last = shape.end == CAUSAL ? first + tokens : shape.end, seen = shape.window == 0 ? last : std::min(last, shape.window);
     const bool is_long = double(rows * shape.kv_heads) * double(seen * (shape.key_dim + shape.value_dim)) > LONG_WORK;
     share_out(job.blocks * shape.kv_heads, threads, is_long, [&](int64_t part) { job.part(part); });

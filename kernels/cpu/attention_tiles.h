@@ -231,25 +231,39 @@ inline void finish(const PrefillPart& part, int64_t begin, const Tile& tile, flo
     }
 }
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // Keys [begin + from, begin + count) and their values; those before are left out.
 inline Block block_of(const PrefillPart& part, int64_t begin, int64_t from, int64_t count, float* keys, float* values) {
     const AttentionShape& shape = *part.shape;
     const int64_t bytes = layout_of(part.kind).bytes, key_bytes = shape.key_dim * bytes, value_bytes = shape.value_dim * bytes;
+    const Paging& paging = part.paging;
     Block block = {begin, count, part.keys + begin * key_bytes, key_bytes, values};
-    if (part.kind != Operand::NATIVE) {
-        Operand::keys(part.kind, block.keys + from * key_bytes, count - from, shape.key_dim, keys + from / DEPTH * shape.key_dim);
+    const bool native = part.kind == Operand::NATIVE, laid_out = !native || paging.pages != nullptr;
+    if (laid_out) {
         block.keys = reinterpret_cast<const uint8_t*>(keys);
         block.key_bytes = shape.key_dim / DEPTH * int64_t(sizeof(float));
     }
-    const uint8_t* first = part.values + (begin + from) * value_bytes;
-    Operand::values(part.kind, first, count - from, shape.value_dim, values + from / DEPTH * shape.value_dim);
+    for (int64_t at = from, rows; at < count; at += rows) {  // tokens that lie together
+        const int64_t token = begin + at;
+        rows = count - at;
+        const uint8_t *from_keys = part.keys + token * key_bytes, *from_values = part.values + token * value_bytes;
+        if (paging.pages != nullptr) {
+            const int64_t page = paging.pages[token / paging.page_tokens], place = token % paging.page_tokens;
+            rows = smaller(rows, paging.page_tokens - place);
+            from_keys = part.keys + page * paging.key_bytes + place * key_bytes;
+            from_values = part.values + page * paging.value_bytes + place * value_bytes;
+        }
+        float* to = keys + at / DEPTH * shape.key_dim;
+        if (laid_out && native) std::memcpy(to, from_keys, size_t(rows * key_bytes));
+        if (!native) Operand::keys(part.kind, from_keys, rows, shape.key_dim, to);
+        Operand::values(part.kind, from_values, rows, shape.value_dim, values + at / DEPTH * shape.value_dim);
+    }
     return block;
 }
 
 // Keys of the block that are before `low`, down to a multiple of STEPS and of 2.
 inline int64_t skipped(int64_t begin, int64_t low) { return low > begin ? (low - begin) / STEPS * STEPS : 0; }
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 }  // namespace prefill
 

@@ -82,9 +82,29 @@ struct PagedLatents {
     int64_t table_columns, past;
 };
 
+// Rows that are the new tokens of several sequences, one sequence's after another's: those of sequence s are rows [firsts[s],
+// firsts[s + 1]), and `pasts[s]` tokens of it stand in the cache already. Page tables[s][i] holds its tokens from i * page_tokens on;
+// the pages of the new ones are there, and no other sequence reads them.
+struct Ragged {
+    int64_t sequences;
+    const int64_t *firsts, *pasts;
+    const int32_t* const* tables;
+    int64_t page_tokens;
+};
+
+// A paged cache of keys and values, each (pages, kv_heads, page_tokens, head_dim) of kind F32, F16 or BF16.
+struct PagedKeyValues {
+    int kind;
+    uint8_t *keys, *values;
+    int64_t pages;
+};
+
 // What a layer is run on. x (batch, tokens, hidden) is read and written. cos and sin (batch or 1, tokens, rotary numbers).
 // starts (batch): the first token of each sequence that is no padding, or null. One of both caches is there; where neither is, the
 // layer's MLP runs alone.
+//
+// With `ragged` the batch is 1, its tokens are the rows of several sequences, cos and sin are those rows', and the cache is paged:
+// `pages`, or `latents`, whose own table and past don't count then.
 //
 // Grouped-query attention may be computed elsewhere: with `queries` (batch, tokens, heads * head_dim) a run writes them, normed and
 // rotated, and the cache, and ends there; x stays as it was. With `attended`, of the same shape, a run begins with what came of it.
@@ -99,6 +119,8 @@ struct Run {
     int threads;
     float* queries = nullptr;
     const float* attended = nullptr;
+    const Ragged* ragged = nullptr;
+    const PagedKeyValues* pages = nullptr;
 };
 
 enum class Outcome { done, no_memory, beyond_float16 };

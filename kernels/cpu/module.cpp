@@ -160,6 +160,8 @@ PyMethodDef methods[] = {
      "run_latent_layer(layer, x, batch, tokens, cos, sin, one_rotation, kind, latents, pages, page_tokens, table, columns, past, "
      "starts, threads)"},
     {"run_mlp", fast(run_mlp), METH_FASTCALL, "run_mlp(layer, x, tokens, threads)"},
+    {"run_paged", fast(run_paged), METH_FASTCALL,
+     "run_paged(layer, x, rows, cos, sin, kind, keys, values, pages, page_tokens, sequences, firsts, pasts, tables, threads)"},
     {"anchors", fast(make_anchors), METH_FASTCALL,
      "anchors(type, each, rows, max_blocks, tokens, dim, anchors, mean, codes, steps, signs, magnitude) -> object"},
     {"add_anchors", fast(call_add_anchors), METH_FASTCALL,

@@ -212,9 +212,44 @@ void read_routed(Reader& in, Layer& layer) {
 
 void destroy(PyObject* capsule) { delete static_cast<Layer*>(PyCapsule_GetPointer(capsule, NAME)); }
 
+const char* unfit_latents(const Layer& layer, const LatentCache& cache) {
+    if (layer.latent.shape.heads == 0) return "the layer's attention isn't latent";
+    if (cache.kind != F32 && cache.kind != F16 && cache.kind != BF16 && cache.kind != Q8_0)
+        return "a cache of latents holds float32, float16, bfloat16 or Q8_0";
+    if (layer.latent.shape.width() % layout_of(cache.kind).elements != 0) return "a token of the cache must be whole blocks";
+    if (cache.data == nullptr) return "there is no cache";
+    if (!within(cache.pages, 1, INT32_MAX) || !within(cache.page_tokens, 1, INT32_MAX)) return "the cache is too small";
+    return nullptr;
+}
+
+const char* unfit_ragged(const Layer& layer, const Run& run) {
+    const Ragged& r = *run.ragged;
+    if (r.firsts == nullptr || r.pasts == nullptr || r.tables == nullptr) return "an address is missing";
+    if (!within(r.sequences, 1, run.tokens) || r.firsts[0] != 0 || r.firsts[r.sequences] != run.tokens)
+        return "the rows aren't those of the sequences";
+    if (!within(r.page_tokens, 16, 1 << 20) || r.page_tokens % 16 != 0) return "pages must have a multiple of 16 tokens";
+    if (run.latents == nullptr) {
+        const PagedKeyValues& c = *run.pages;
+        if (layer.attention.heads == 0) return "the layer's attention is latent";
+        if (c.kind != F32 && c.kind != F16 && c.kind != BF16) return "a cache holds float32, float16 or bfloat16";
+        if (c.keys == nullptr || c.values == nullptr) return "there is no cache";
+    } else if (const char* reason = unfit_latents(layer, run.latents->cache)) {
+        return reason;
+    }
+    const int64_t pages = run.latents != nullptr ? run.latents->cache.pages : run.pages->pages;
+    for (int64_t s = 0; s < r.sequences; s++) {
+        const int64_t count = r.firsts[s + 1] - r.firsts[s];
+        if (count < 1 || !within(r.pasts[s], 0, 1 << 30) || r.tables[s] == nullptr) return "a sequence has no new tokens, or no pages";
+        for (int64_t i = 0; i * r.page_tokens < r.pasts[s] + count; i++)
+            if (!within(r.tables[s][i], 0, pages - 1)) return "a page lies beyond the cache";
+    }
+    return nullptr;
+}
+
 const char* unfit(const Layer& layer, const Run& run) {
     if (run.x == nullptr || run.cos == nullptr || run.sin == nullptr) return "an address is missing";
     if (!within(run.batch, 1, 1 << 20) || !within(run.tokens, 1, 1 << 30)) return "there must be a sequence and a token";
+    if (run.ragged != nullptr) return unfit_ragged(layer, run);
     if (run.cache != nullptr) {
         const KeyValueCache& c = *run.cache;
         if (layer.attention.heads == 0) return "the layer's attention is latent";
@@ -224,14 +259,9 @@ const char* unfit(const Layer& layer, const Run& run) {
     }
     if (run.latents != nullptr) {
         const PagedLatents& l = *run.latents;
-        if (layer.latent.shape.heads == 0) return "the layer's attention isn't latent";
-        if (l.cache.kind != F32 && l.cache.kind != F16 && l.cache.kind != BF16 && l.cache.kind != Q8_0)
-            return "a cache of latents holds float32, float16, bfloat16 or Q8_0";
-        if (layer.latent.shape.width() % layout_of(l.cache.kind).elements != 0) return "a token of the cache must be whole blocks";
-        if (l.cache.data == nullptr || l.table == nullptr) return "there is no cache";
-        if (!within(l.cache.pages, 1, INT32_MAX) || !within(l.cache.page_tokens, 1, INT32_MAX) || l.past < 0 ||
-            l.table_columns * l.cache.page_tokens < l.past + run.tokens)
-            return "the cache is too small";
+        if (const char* reason = unfit_latents(layer, l.cache)) return reason;
+        if (l.table == nullptr) return "there is no cache";
+        if (l.past < 0 || l.table_columns * l.cache.page_tokens < l.past + run.tokens) return "the cache is too small";
         const int64_t columns = (l.past + run.tokens + l.cache.page_tokens - 1) / l.cache.page_tokens;
         for (int64_t s = 0; s < run.batch; s++)
             for (int64_t i = 0; i < columns; i++)
@@ -335,6 +365,22 @@ PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count) 
     const PagedLatents latents{{int(n[6]), address<const uint8_t>(n[7]), n[8], n[9]}, address<const int32_t>(n[10]), n[11], n[12]};
     return ran(*layer, {address<float>(n[0]), n[1], n[2], address<const float>(n[3]), address<const float>(n[4]), n[5] != 0, nullptr,
                         &latents, address<const int64_t>(n[13]), int(n[14])});
+}
+
+// Rows of many sequences, of either attention; latents have no values.
+PyObject* run_paged(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    long long n[14];
+    const Layer* layer = layer_and("run_paged", given, count, 14, n);
+    if (layer == nullptr) return nullptr;
+    const bool is_latent = layer->latent.shape.heads > 0;
+    const Ragged ragged{n[9], address<const int64_t>(n[10]), address<const int64_t>(n[11]), address<const int32_t* const>(n[12]), n[8]};
+    const PagedKeyValues pages{int(n[4]), address<uint8_t>(n[5]), address<uint8_t>(n[6]), n[7]};
+    const PagedLatents latents{{int(n[4]), address<const uint8_t>(n[5]), n[7], n[8]}, nullptr, 0, 0};
+    Run run{address<float>(n[0]), 1, n[1], address<const float>(n[2]), address<const float>(n[3]), true, nullptr,
+            is_latent ? &latents : nullptr, nullptr, int(n[13])};
+    run.ragged = &ragged;
+    run.pages = is_latent ? nullptr : &pages;
+    return ran(*layer, run);
 }
 
 PyObject* run_mlp(PyObject*, PyObject* const* given, Py_ssize_t count) {

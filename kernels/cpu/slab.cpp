@@ -19,7 +19,8 @@ Outcome Slab::go() {
     if (!reserve()) return Outcome::no_memory;
     const int64_t attended = layer_.attention.heads * layer_.attention.head_dim;
     if (run_.attended != nullptr) add_attended(run_.attended + row() * attended, attended);
-    if (run_.cache != nullptr) grouped_attention();
+    if (run_.ragged != nullptr) find_spans();
+    if (run_.cache != nullptr || run_.pages != nullptr) grouped_attention();
     if (run_.latents != nullptr) latent_attention();
     if (outcome_ != Outcome::done || run_.queries != nullptr) return outcome_;
     if (layer_.routed.experts == nullptr) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "layer.h"
 #include "pool.h"
@@ -23,6 +24,12 @@ void each_token(int64_t tokens, int threads, Function f) {
         for (int64_t t = part * TOKENS_A_PART; t < end; t++) f(t);
     });
 }
+
+// Rows of a slab that are one sequence's: row `row` of the slab is its token `position`. `whole` is how many new tokens the
+// sequence has in the run.
+struct Span {
+    int64_t sequence, row, count, position, whole;
+};
 
 class Slab {
 public:
@@ -58,7 +65,15 @@ private:
         return ((run_.one_rotation ? 0 : sequence_of(t) * run_.tokens) + token_of(t)) * numbers;
     }
 
+    // slab_paged.cpp: the slab's rows of each sequence, where they go, and their attention
+    void find_spans();
+    int64_t slot(int64_t t) const;
+    bool attend_paged(const float* q, float* out);
+    bool decode_paged(const Span* spans, int64_t count, const float* q, float* out);
+
+    int cache_kind() const { return run_.ragged != nullptr ? run_.pages->kind : run_.cache->kind; }
     int64_t head_bytes() const;
+    int64_t place(int64_t t) const;
     bool remember(float* qkv, int64_t t);
     void rotated(float* head, const Norm& norm, int64_t t);
     struct Sight sight(int64_t t) const;
@@ -73,6 +88,8 @@ private:
     float *normed_ = nullptr, *made_ = nullptr, *results_ = nullptr;
     Activations* quantized_ = nullptr;
     Outcome outcome_ = Outcome::done;
+    std::vector<Span> spans_;  // of a ragged run
+    std::vector<int32_t> piece_of_;
 };
 
 }  // namespace ktopt

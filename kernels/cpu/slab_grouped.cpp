@@ -8,8 +8,21 @@
 
 namespace ktopt {
 
+// From a head's keys to the next head's, of one sequence or of one page.
 int64_t Slab::head_bytes() const {
-    return run_.cache->capacity * layer_.attention.head_dim * layout_of(run_.cache->kind).bytes;
+    const int64_t tokens = run_.ragged != nullptr ? run_.ragged->page_tokens : run_.cache->capacity;
+    return tokens * layer_.attention.head_dim * layout_of(cache_kind()).bytes;
+}
+
+// Where in the cache's keys, and in its values, those of token t begin, of the first head.
+int64_t Slab::place(int64_t t) const {
+    const Attention& a = layer_.attention;
+    const int64_t token_bytes = a.head_dim * layout_of(cache_kind()).bytes;
+    if (run_.ragged != nullptr) {
+        const int64_t at = slot(t), size = run_.ragged->page_tokens;
+        return at / size * a.kv_heads * head_bytes() + at % size * token_bytes;
+    }
+    return sequence_of(t) * a.kv_heads * head_bytes() + (run_.cache->past + token_of(t)) * token_bytes;
 }
 
 void Slab::rotated(float* head, const Norm& norm, int64_t t) {
@@ -22,16 +35,15 @@ void Slab::rotated(float* head, const Norm& norm, int64_t t) {
 // Norms and rotates a token's heads, and puts its keys and values into the cache.
 bool Slab::remember(float* qkv, int64_t t) {
     const Attention& a = layer_.attention;
-    const KeyValueCache& cache = *run_.cache;
+    uint8_t* keys = run_.ragged != nullptr ? run_.pages->keys : run_.cache->keys;
+    uint8_t* values = run_.ragged != nullptr ? run_.pages->values : run_.cache->values;
     for (int64_t h = 0; h < a.heads; h++) rotated(qkv + h * a.head_dim, a.q_norm, t);
-    const int64_t item = layout_of(cache.kind).bytes;
     bool fits = true;
-    for (int64_t h = 0; h < a.kv_heads; h++) {
+    for (int64_t h = 0, at = place(t); h < a.kv_heads; h++, at += head_bytes()) {
         float* key = qkv + (a.heads + h) * a.head_dim;
         rotated(key, a.k_norm, t);
-        const int64_t at = (sequence_of(t) * a.kv_heads + h) * head_bytes() + (cache.past + token_of(t)) * a.head_dim * item;
-        fits &= isa_.narrow(cache.kind, key, a.head_dim, cache.keys + at);
-        fits &= isa_.narrow(cache.kind, key + a.kv_heads * a.head_dim, a.head_dim, cache.values + at);
+        fits &= isa_.narrow(cache_kind(), key, a.head_dim, keys + at);
+        fits &= isa_.narrow(cache_kind(), key + a.kv_heads * a.head_dim, a.head_dim, values + at);
     }
     return fits;
 }
@@ -76,6 +88,7 @@ Sight Slab::sight(int64_t t) const {
 }
 
 bool Slab::attend(const float* q, float* out) {
+    if (run_.ragged != nullptr) return attend_paged(q, out);
     const Attention& a = layer_.attention;
     const KeyValueCache& cache = *run_.cache;
     if (run_.tokens > 1) {

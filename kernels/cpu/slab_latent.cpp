@@ -32,13 +32,14 @@ bool Slab::remember_latent(float* made, int64_t t) {
     const PagedLatents& latents = *run_.latents;
     const LatentCache& cache = latents.cache;
     float turned[MOST_ROPE];
-    const int64_t at = rotation(t, a.shape.rope), token = latents.past + token_of(t);
+    const int64_t at = rotation(t, a.shape.rope);
     isa_.rms_norm(made, a.latent_norm.weight, a.shape.latent, a.latent_norm.eps, made);
     rotate_pairs(a.pairing, isa_, made + a.shape.latent, run_.cos + at, run_.sin + at, a.shape.rope, turned);
-    const int64_t page = latents.table[sequence_of(t) * latents.table_columns + token / cache.page_tokens];
-    const int64_t slot = page * cache.page_tokens + token % cache.page_tokens;
+    const int64_t token = latents.past + token_of(t), size = cache.page_tokens;
+    const int64_t to_slot = run_.ragged != nullptr ? slot(t)
+                                                   : latents.table[sequence_of(t) * latents.table_columns + token / size] * size + token % size;
     const Layout layout = layout_of(cache.kind);
-    auto* to = const_cast<uint8_t*>(cache.data) + slot * (a.shape.width() / layout.elements * layout.bytes);
+    auto* to = const_cast<uint8_t*>(cache.data) + to_slot * (a.shape.width() / layout.elements * layout.bytes);
     return isa_.narrow(cache.kind, made, a.shape.width(), to);
 }
 
@@ -68,7 +69,10 @@ void Slab::latent_attention() {
         if (!remember_latent(first + t * width + (a.q_rank > 0 ? a.q_rank : query_width), t)) fit = false;
     });
     std::vector<LatentRow> rows;
-    for (int64_t t = 0; t < count_; t++) {
+    for (const Span& span : spans_)
+        for (int64_t i = 0; i < span.count; i++)
+            rows.push_back({run_.ragged->tables[span.sequence], 0, span.position + i + 1});
+    for (int64_t t = 0; t < count_ && run_.ragged == nullptr; t++) {
         const int64_t end = latents.past + token_of(t) + 1, start = run_.starts == nullptr ? 0 : run_.starts[sequence_of(t)];
         rows.push_back({latents.table + sequence_of(t) * latents.table_columns, std::min(start, end - 1), end});
     }

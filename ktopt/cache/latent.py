@@ -167,6 +167,11 @@ class LatentLayer(DynamicLayer):
         self._tokens = 0
         self.is_initialized = True
 
+    def lend(self, pages: list[list[int]], tokens: int, widths: tuple[int, int]) -> None:
+        """Take over pages of each sequence with so many tokens, in a pool that was set, where another keeps count of holders."""
+        self._held, self._tokens, self._table = pages, tokens, None
+        self._latent, self._rope = widths
+
     def check_room(self, tokens: int) -> None:
         """KtoptError where so many more tokens are more than the cache may hold: to be called before any work."""
         if self.max_tokens is not None and self._tokens + tokens > self.max_tokens:

@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor
 from ktopt.cache import q8_0
 from ktopt.cache.growing import GrowingLayer
 from ktopt.cache.latent import LatentLayer, latent_layer
+from ktopt.cache.paged.batch import PagedBatch
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
@@ -31,6 +32,7 @@ from ktopt.operators.latent_memory import LatentSizes, heads_a_run, prefers_abso
 from ktopt.operators.modules import tiled_attention as tiles
 from ktopt.operators.modules.latent_linear import KLatentLinear
 from ktopt.operators.modules.latent_matrices import EVERY, LatentMatrices
+from ktopt.operators.modules.latent_pages import attend_pages
 from ktopt.operators.modules.latent_prompt import attend_prompt
 from ktopt.operators.modules.linear_cpu import KLinearCPUInfer
 from ktopt.operators.modules.masks import first_tokens
@@ -50,6 +52,7 @@ class KDeepseekV2Attention(Mixed, nn.Module):
     takes it."""
 
     OWN = ("_matrices",)
+    PAGED = True
     settings: LatentAttentionConfig
     kept: torch.dtype | str | None
 
@@ -105,6 +108,8 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         if reason := self._unfit(x_BSH, position_embeddings, kwargs):
             return reason
         cache = cache if cache is not None else past_key_values
+        if isinstance(cache, PagedBatch):
+            return attend_pages(self, x_BSH, position_embeddings, cache, FEW_QUERIES)
         batch, queries, _ = x_BSH.shape
         held = self._cache_layer(cache, batch)
         if isinstance(held, str):
@@ -254,7 +259,11 @@ class KDeepseekV2Attention(Mixed, nn.Module):
         end = seen.past + queries if seen.mask is None else seen.mask.shape[3]
         if queries <= FEW_QUERIES and self.settings.decode_cache == "expanded":
             return self._expanded(query_BSNH, self._expanded_cache(held, query_BSNH.dtype), seen, end)
-        if self.absorbs(queries, end):
+        return self.attend_tiles(query_BSNH, held, seen, end)
+
+    def attend_tiles(self, query_BSNH: torch.Tensor, held: LatentLayer, seen: Seen, end: int) -> torch.Tensor:
+        """The result (B, S, N, V) on the first `end` latents, by torch or, expanded, by the kernels for prompts."""
+        if self.absorbs(query_BSNH.shape[1], end):
             return self._absorbed(query_BSNH, held, seen, end)
         by_kernel = attend_prompt(query_BSNH, held, self.matrices, seen, self.scaling)
         return self._expanded(query_BSNH, held, seen, end) if by_kernel is None else by_kernel

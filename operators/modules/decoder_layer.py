@@ -22,12 +22,15 @@ from torch.nn.modules import module as torch_module
 
 from ktopt.cache.growing import GrowingLayer, GrowingSlidingLayer, growing_layer
 from ktopt.cache.latent import LatentLayer, latent_layer
+from ktopt.cache.paged.attention import NAME as PAGES
+from ktopt.cache.paged.batch import PagedBatch
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.operators.layer import LayerConfig
 from ktopt.operators.modules.attention_function import NAME as BLOCKS
 from ktopt.operators.modules.decoder_blocks import KINDS, run_blocked
+from ktopt.operators.modules.decoder_pages import run_paged
 from ktopt.operators.modules.dynamic_attention import Blocked, KDynamicAttention
 from ktopt.operators.modules.fusing import Fused, describe
 from ktopt.operators.modules.masks import first_tokens
@@ -48,7 +51,7 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Arguments of a layer that change nothing in it, or that hooks on its children answer."""
-IMPLEMENTATIONS = frozenset({"sdpa", "eager", "flash_attention_2", "flash_attention_3", BLOCKS, None})
+IMPLEMENTATIONS = frozenset({"sdpa", "eager", "flash_attention_2", "flash_attention_3", BLOCKS, PAGES, None})
 """Of attention, in transformers: those that compute what the kernels do. Others may be anybody's function."""
 
 
@@ -57,6 +60,7 @@ class KDecoderLayer(Mixed, nn.Module):
     "Q8_0"."""
 
     OWN = ("_kernel",)
+    PAGED = True
     kv_dtype: torch.dtype
     kept: torch.dtype | str
 
@@ -114,6 +118,8 @@ class KDecoderLayer(Mixed, nn.Module):
             return reason
         cache = cache if cache is not None else past_key_values
         try:
+            if isinstance(cache, PagedBatch):
+                return self._paged(fused, x_BSH, attention_mask, position_embeddings, cache, others)
             if fused.latent:
                 return self._latent(fused, x_BSH, attention_mask, position_embeddings, cache, others)
             if cache is not None and not fused.window and isinstance(self._modules["self_attn"], KDynamicAttention):
@@ -167,6 +173,17 @@ class KDecoderLayer(Mixed, nn.Module):
             return _other_cache(cache, fused.index)
         out = _copied(x_BSH)
         if reason := run_blocked(fused, held, out, mask, embeddings):
+            return reason
+        return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
+
+    def _paged(
+        self, fused: Fused, x_BSH: torch.Tensor, mask: Any, embeddings: Any, batch: PagedBatch, others: dict[str, Any]
+    ) -> torch.Tensor | str:
+        long = fused.latent and not batch.probing and max(batch.tokens) > FEW_LATENT
+        if long and getattr(self._modules["self_attn"], "PAGED", False):
+            return self._prompt(fused, x_BSH, mask, embeddings, batch, others)
+        out = _copied(x_BSH)
+        if reason := run_paged(fused, batch, self.kept if fused.latent else self.kv_dtype, out, embeddings):
             return reason
         return out if x_BSH.dtype is torch.float32 else out.to(x_BSH.dtype)
 

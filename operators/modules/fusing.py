@@ -31,7 +31,7 @@ class Fused:
     latent           of latent attention, the numbers of a token's latent and of its rotary key; None for grouped-query attention
     page_tokens      of its cache
     config, dropout  the attention's
-    run, run_latent, run_mlp, run_before, run_after   the extension's functions on the layer; None while weights are missing
+    run, run_latent, run_mlp, run_before, run_after, run_paged   the extension's functions on the layer; None without weights
     """
 
     index: int
@@ -51,6 +51,7 @@ class Fused:
     run_mlp: Callable[..., None] | None = None
     run_before: Callable[..., None] | None = None
     run_after: Callable[..., None] | None = None
+    run_paged: Callable[..., None] | None = None
 
     def stands(self) -> bool:
         """Whether the children are still those that it was made of, and without hooks."""
@@ -69,7 +70,7 @@ def describe(layer: Any) -> Fused | str:
             return "a part of it has a hook"
         if not any(parameter.is_meta for parameter in layer.parameters()):
             runners = cpu.layer_runners(description)
-            fused.run, fused.run_latent, fused.run_mlp, fused.run_before, fused.run_after = runners
+            fused.run, fused.run_latent, fused.run_mlp, fused.run_before, fused.run_after, fused.run_paged = runners
         return fused
     except CannotFuse as reason:
         return str(reason)

@@ -81,7 +81,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or getattr(module, "sliding_window", None) or 0
     for piece in range(len(batch.sequences)):
-        rows = slice(int(batch.firsts[piece]), int(batch.firsts[piece + 1]))
+        rows = batch.rows_of(piece)
         out[0, rows] = _attend(batch, module.layer_idx, piece, query[0, :, rows], scale, window)  # type: ignore[arg-type]
     return out, None
 

@@ -3,8 +3,8 @@
 The new tokens of all sequences, one sequence after another, are the rows of a batch of one. A layer of transformers calls `update`,
 which puts keys and values into pages, and then its attention function, which is attention.py's; a kernel reads the addresses.
 
-Legend: N pieces (a sequence and its new tokens), S rows, H heads of keys and values, D numbers of a key, V of a value, T tokens of
-a page, X tokens up to a sequence's last one.
+Legend: N pieces (a sequence and its new tokens), S rows, H heads of keys and values, D numbers of a key, V of a value, W of a
+latent with its rotary key, X tokens up to a sequence's last one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from ktopt.cache import q8_0
 from ktopt.cache.paged.pools import LayerPool, LayerShape
 from ktopt.cache.paged.sequence import Sequence
 from ktopt.diagnostics import KtoptError
@@ -46,15 +47,33 @@ class PagedBatch(Cache):
         """New tokens of all sequences."""
         return int(self.firsts[-1])
 
-    def pool(self, layer: int, shape: LayerShape) -> LayerPool | None:
-        """The memory of a layer, whose shape this is but for dtype and device. None while shapes are only being asked for.
-        KtoptError where the cache was made for another."""
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """What kernels take for the step: how many sequences, and where `firsts`, `pasts` and `tables` are."""
+        return len(self.tokens), *(int(each.ctypes.data) for each in (self.firsts, self.pasts, self.tables))  # type: ignore[return-value]
+
+    def rows_of(self, piece: int) -> slice:
+        """The rows of one piece."""
+        return slice(int(self.firsts[piece]), int(self.firsts[piece + 1]))
+
+    def pool(
+        self,
+        layer: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_blocks: bool = False,
+    ) -> LayerPool | None:
+        """The memory of a layer whose shape this is (see LayerShape); what it holds them in stays as it was first. None while
+        shapes are only being asked for. KtoptError where the cache was made for another."""
         pool = self.pools.get(layer)
-        if pool is None:
-            raise KtoptError(f"the paged cache has no memory for layer {layer}: it was made for another model")
-        made = pool.shape
-        if (made.heads, made.key_dim, made.value_dim) != (shape.heads, shape.key_dim, shape.value_dim):
-            raise KtoptError(f"the paged cache was made for another model: layer {layer} keeps {shape}, and it has {made}")
+        if pool is None or (pool.shape.heads, pool.shape.key_dim, pool.shape.value_dim) != (heads, key_dim, value_dim):
+            raise KtoptError(
+                f"layer {layer} keeps {heads} heads of {key_dim} and {value_dim} numbers, and the paged cache was made for "
+                f"{'none' if pool is None else pool.shape}"
+            )
         return pool
 
     @cached_property
@@ -71,13 +90,19 @@ class PagedBatch(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys (1, H, S, D) and values (1, H, S, V) of the new tokens into their pages; answers them as they are."""
-        shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype, key_states.device)
-        pool = self.pool(layer_idx, shape)
+        heads, key_dim, value_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
+        pool = self.pool(layer_idx, heads, key_dim, value_dim, key_states.dtype, key_states.device)
         if pool is not None:
             pages, places = (each.to(key_states.device) for each in self.slots)
             for held, states in zip(pool.memory, (key_states, value_states), strict=True):
                 held[pages, :, places] = states[0].transpose(0, 1).to(held.dtype)
         return key_states, value_states
+
+    def put_latents(self, layer: int, latents_SW: torch.Tensor) -> None:
+        """Put the latents of the new tokens into their pages."""
+        pool = self.pools[layer]
+        pages, places = (each.to(latents_SW.device) for each in self.slots)
+        pool.keys[pages, places] = q8_0.quantized(latents_SW) if pool.shape.q8_0 else latents_SW.to(pool.keys.dtype)
 
     def read(self, layer: int, piece: int, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (H, X - begin, D) and values of one sequence, its new tokens included, as they are kept."""
@@ -104,5 +129,14 @@ class Probe(PagedBatch):
         super().__init__([(Sequence([], [0]), 1)], {}, page_tokens)
         self.shapes: dict[int, LayerShape] = {}
 
-    def pool(self, layer: int, shape: LayerShape) -> None:
-        self.shapes[layer] = shape
+    def pool(
+        self,
+        layer: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_blocks: bool = False,
+    ) -> None:
+        self.shapes[layer] = LayerShape(heads, key_dim, value_dim, dtype, device, in_blocks)

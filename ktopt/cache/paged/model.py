@@ -50,9 +50,14 @@ def cannot_page(model: Any) -> str:
     kinds = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYERS
     if kinds or getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} has layers ({', '.join(sorted(kinds)) or 'recurrent'}) whose state isn't kept by tokens"
+    known: set[int] = set()
     for module in model.modules():
+        if getattr(module, "PAGED", False):
+            known.update(map(id, module.modules()))
         if hasattr(module, "block_layer"):
             return f"{type(module).__name__} keeps blocks for long contexts (mode long_context), one sequence at a time"
+        if hasattr(module, "kv_b_proj") and id(module) not in known:
+            return f"{type(module).__name__} is latent attention as transformers has it: KDeepseekV2Attention or KDecoderLayer can"
     return ""
 
 

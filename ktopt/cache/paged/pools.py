@@ -6,11 +6,13 @@ Legend: G pages of T tokens, H heads of keys and values, D numbers of a key, V o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ktopt.cache import q8_0
 from ktopt.cache.huge_pages import ask_for_huge_pages
+from ktopt.cache.latent import KINDS
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,24 @@ class LayerPool:
         self.shape = shape
         width = q8_0.stored_bytes(shape.key_dim) if shape.q8_0 else shape.key_dim
         dtype = torch.uint8 if shape.q8_0 else shape.dtype
+        self.page_tokens = page_tokens
         self.memory: list[torch.Tensor] = []
         sizes = (width, shape.value_dim) if shape.value_dim else (width,)
         for numbers in sizes:
             each = (page_tokens, numbers) if not shape.value_dim else (shape.heads, page_tokens, numbers)
             with torch.inference_mode(False):  # the cache may be used outside of it later
                 self.memory.append(ask_for_huge_pages(torch.empty(pages, *each, dtype=dtype, device=shape.device)))
+
+    @property
+    def kind(self) -> str | None:
+        """The storage type of what the pages hold, None for one that the kernels don't know."""
+        return q8_0.NAME if self.shape.q8_0 else KINDS.get(self.shape.dtype)
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """What kernels take for the memory: where keys and values are (0 for none), how many pages, and tokens of each."""
+        values = self.memory[1].data_ptr() if self.shape.value_dim else 0
+        return self.keys.data_ptr(), values, self.keys.shape[0], self.page_tokens
 
     @property
     def keys(self) -> torch.Tensor:
