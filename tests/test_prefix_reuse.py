@@ -19,6 +19,7 @@ from block_fixtures import BLOCKS, LAYERS, LAYOUT, ROWS, bytes_at, data, small_s
 from ktopt.cache.blocks import prefix as prefix_module
 from ktopt.cache.blocks.files import FileShape
 from ktopt.cache.blocks.prefix import PrefixStore
+from ktopt.cache.blocks.quota import KeptFiles
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.diagnostics import KtoptError
 
@@ -305,6 +306,12 @@ class TestQuota:
         assert keep(tmp_path, prompts[3], 3, quota_bytes=quota) == 4
         assert [prefixes(tmp_path).match(tokens) for tokens in prompts] == [4, 0, 4, 4]
         assert prefixes(tmp_path).held_bytes <= quota
+
+    def test_the_folder_is_looked_through_once_however_many_blocks_are_kept(self, tmp_path, monkeypatch):
+        looked, files = [], KeptFiles.__iter__
+        monkeypatch.setattr(KeptFiles, "__iter__", lambda kept: looked.append(1) or files(kept))
+        assert keep(tmp_path, prompt(1), 6, quota_bytes=1 << 30) == 7
+        assert len(looked) == 1
 
     def test_a_prefix_is_evicted_from_its_end(self, tmp_path):
         quota = 2 * self.SINK + 8 * (self.EACH + 1)

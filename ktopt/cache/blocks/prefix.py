@@ -27,7 +27,7 @@ from ktopt.cache.blocks.fileio import read_all, read_header, sync_folder, write_
 from ktopt.cache.blocks.files import BlockHeader, FileShape, ForeignFile, chain_hashes, pack_header
 from ktopt.cache.blocks.folders import FolderLock
 from ktopt.cache.blocks.layout import BlockLayout
-from ktopt.cache.blocks.quota import BLOCK, SINK, UNFINISHED, KeptFiles
+from ktopt.cache.blocks.quota import BLOCK, SINK, UNFINISHED, KeptFiles, Room
 from ktopt.cache.blocks.statistics import megabytes
 from ktopt.cache.blocks.store import BlockStore
 from ktopt.diagnostics import KtoptError
@@ -139,24 +139,24 @@ class PrefixStore:
     ) -> int:
         assert store.disk is not None
         self._kept.remove_unfinished()
-        kept = len(chain)
+        kept, room = len(chain), self._kept.room_for(chain)
         if self.sink_blocks:
             last = self.sink_blocks - 1
-            if self._header(tokens, chain, last) is None and not self._keep_sink(tokens, chain, sink):
+            if self._header(tokens, chain, last) is None and not self._keep_sink(tokens, chain, sink, room):
                 return 0
             store.disk.hold(self._path(chain, last))
         for index in range(self.sink_blocks, len(chain)):
-            if self._header(tokens, chain, index) is None and not self._keep_block(store.disk, tokens, chain, index, extra):
+            if self._header(tokens, chain, index) is None and not self._keep_block(store.disk, tokens, chain, index, extra, room):
                 kept = index
                 break
         self._touch(chain[:kept])
         return kept
 
-    def _keep_sink(self, tokens: NDArray[np.int64], chain: list[bytes], sink: bytes) -> bool:
+    def _keep_sink(self, tokens: NDArray[np.int64], chain: list[bytes], sink: bytes, room: Room) -> bool:
         path = self._path(chain, self.sink_blocks - 1)
         shape = self._sink_shape
-        path.unlink(missing_ok=True)
-        if not self._kept.make_room(shape.nbytes + len(sink), chain):
+        room.remove(path)
+        if not room.take(shape.nbytes + len(sink)):
             return False
         none = np.zeros((0, shape.rows), dtype=np.uint32)
         covered = tokens[: shape.layout.tokens]
@@ -172,14 +172,20 @@ class PrefixStore:
         return True
 
     def _keep_block(
-        self, disk: DiskTier, tokens: NDArray[np.int64], chain: list[bytes], index: int, extra: Callable[[int], bytes]
+        self,
+        disk: DiskTier,
+        tokens: NDArray[np.int64],
+        chain: list[bytes],
+        index: int,
+        extra: Callable[[int], bytes],
+        room: Room,
     ) -> bool:
         path, block = self._path(chain, index), index - self.sink_blocks
-        path.unlink(missing_ok=True)
+        room.remove(path)
         if not disk.finished(block):
             return False
         beside = extra(block)
-        if not self._kept.make_room(self.shape.nbytes + len(beside), chain):
+        if not room.take(self.shape.nbytes + len(beside)):
             return False
         os.link(disk.complete(block, chain[index], self._tokens_of(tokens, index), beside), path)
         return True
