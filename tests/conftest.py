@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ktopt.kernels import cpu
+
+if TYPE_CHECKING:
+    from page_browser import Page
 
 
 @pytest.fixture(params=cpu.ISAS)
@@ -40,3 +44,13 @@ def smollm2() -> Path:
     from gguf_fixtures import smollm2_file
 
     return smollm2_file()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A headless Chromium, where there is one."""
+    from page_browser import Page, started
+
+    driver = started(tmp_path_factory.mktemp("chromium"))
+    yield Page(driver)
+    driver.quit()

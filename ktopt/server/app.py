@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from ktopt import __version__
 from ktopt.engine.engine import Engine
@@ -28,6 +27,7 @@ from ktopt.server.endpoints.completions import complete
 from ktopt.server.errors import ApiError, first_problem
 from ktopt.server.guard import Guard
 from ktopt.server.openapi import description, errors_of, stream_too
+from ktopt.server.page.document import page
 from ktopt.server.protocol import responses
 from ktopt.server.protocol.chat import ChatRequest
 from ktopt.server.protocol.common import Strict
@@ -35,7 +35,6 @@ from ktopt.server.protocol.completions import CompletionRequest
 from ktopt.server.service import Service
 from ktopt.server.settings import Served, Settings
 
-PAGE = Path(__file__).parent / "page" / "index.html"
 R = TypeVar("R", bound=Strict)
 Endpoint = Callable[[Service, R, str], Awaitable[WaitingResponse]]
 
@@ -108,9 +107,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def plan() -> dict[str, Any]:
         return status.plan(service)
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(PAGE, media_type="text/html", headers={"Cache-Control": "no-cache"})
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def the_page() -> Response:
+        return page()
 
 
 async def _answered(service: Service, request: Request, kind: type[R], endpoint: Endpoint[R]) -> Response:

@@ -1,1 +1,1 @@
-"""The page at /, a static file."""
+"""The web page at `/`: a chat, the plan, and the status, in one HTML document."""
