@@ -30,6 +30,10 @@ class Running:
     def chat(self, content: Any = "hi", **given: Any) -> Any:
         return self.openai.chat.completions.create(model="fake", messages=[{"role": "user", "content": content}], **given)
 
+    def paths(self) -> set[str]:
+        """Those of the OpenAPI description."""
+        return set(self.http.get("/openapi.json").json()["paths"])
+
     def post_named(self, model: str) -> Any:
         return self.openai.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
 

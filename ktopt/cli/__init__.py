@@ -231,8 +231,10 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
     """The argument parser of a command."""
     import argparse
 
+    from ktopt.cli.parsing import Parser
+
     command = COMMANDS[name]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"ktopt {name}",
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         epilog=f"example:\n  {command.example}",

@@ -47,12 +47,13 @@ def run(args: argparse.Namespace) -> int:
 
 def plan_to_apply(args: argparse.Namespace) -> Plan:
     """The plan of a plan file, or of a rule file and a model; findings go to stderr. KtoptError where there is none."""
-    if args.rules.endswith(".json"):
+    if isinstance(args.rules, str) and args.rules.endswith(".json"):
         from ktopt.plan_check import open_plan
 
         _no_plan_options(args)
         return open_plan(args.rules, args.force)
-    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
+    rules = rules_argument(args.rules) if isinstance(args.rules, str) else args.rules
+    compilation = run_stages(rules, model_argument(args), **stage_options(args))
     show_findings(compilation)
     if compilation.plan is None:
         raise KtoptError(f"{args.rules}: no plan, for the errors above")

@@ -111,7 +111,7 @@ def _plain(args: argparse.Namespace) -> tuple[Plan, str, str | None]:
         raise UsageError(f"which rules? Give a rule file, a plan.json or a folder of ktopt apply, or --mode {LONG_CONTEXT}")
     if args.context is not None:
         raise UsageError(f"--context goes with --mode {LONG_CONTEXT}; other caches grow as they must")
-    if Path(args.rules).is_dir():
+    if isinstance(args.rules, str) and Path(args.rules).is_dir():
         _refuse_beside_a_folder(args)
         return open_plan(Path(args.rules) / PLAN_FILE, args.force), args.rules, None
     weights = weights_argument(args)

@@ -7,13 +7,15 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktopt.cli.loading import Loaded, add_what_runs, load
+from ktopt.cli.options import model_argument, weights_exist
 from ktopt.cli.terminal import size
-from ktopt.diagnostics import UsageError
+from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.plan_options import LONG_CONTEXT
 from ktopt.runtime.memory import return_large_blocks
 from ktopt.runtime.threads import calm_openmp, parse_threads
@@ -23,11 +25,13 @@ from ktopt.server.settings import DEFAULT_PORT, LOOPBACK, Sampled, Served, Setti
 if TYPE_CHECKING:
     from ktopt.engine.engine import Engine
 
-SINGLE = "ktransformers"
+SINGLE, BATCH = "ktransformers", "balance_serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+CACHE_TOKENS = 16_384
+OWN_RULES = "(rules of ktopt's own)"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MOST = 1 << 30
-_COUNTS = ("max_waiting", "max_new_tokens", "max_prompt_tokens", "max_body_bytes")
+_COUNTS = ("cache_lens", "page_size", "max_batch_size", "max_waiting", "max_new_tokens", "max_prompt_tokens", "max_body_bytes")
 _RANGES: dict[str, tuple[float, int]] = {
     "port": (0, 65535),
     **dict.fromkeys((*_COUNTS, "max_choices", "max_streams", "chunk_size"), (1, MOST)),
@@ -47,7 +51,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--backend_type", choices=(SINGLE,), help=f"{SINGLE}: one request at a time (default)")
+    group.add_argument(
+        "--backend_type",
+        choices=(SINGLE, BATCH),
+        help=f"{BATCH}: many requests at once, on a paged cache; {SINGLE}: one at a time (default: {BATCH}, where the model can)",
+    )
+    group.add_argument("--cache_lens", type=int, metavar="N", help=f"tokens that the paged cache holds (default {CACHE_TOKENS:,})")
+    group.add_argument("--page_size", type=int, metavar="N", help="tokens of a page of that cache (default 64)")
+    group.add_argument("--max_batch_size", type=int, default=16, metavar="N", help="answers written at once, at most (default 16)")
     group.add_argument("--max_waiting", type=int, default=256, metavar="N", help="requests that may wait (default 256)")
 
 
@@ -100,16 +111,21 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise UsageError(f"the server needs {', '.join(missing)}: pip install 'ktopt[serve]'")
     take_over(args)
-    settings, certificate = _settings(args), _certificate(args)
+    weights_exist(args)
+    settings, certificate = settings_of(args), _certificate(args)
     _check(args, settings)
     calm_openmp()
     return_large_blocks()
     threads = parse_threads(args.threads, args.affinity)
     threads.stay_on_cores()
-    _log_to(args.log_file, args.log_level)
+    from ktopt.long_context.rules import rules_for
     from ktopt.server.running import bound, serve
 
     bound(settings).close()  # what can't be bound is told before weights are loaded
+    _log_to(args.log_file, args.log_level)
+    if args.rules is None and args.mode != LONG_CONTEXT:
+        args.rules = replace(rules_for(model_argument(args), args.device or "cpu"), path=OWN_RULES)
+        _tell(f"without RULES, by those that ktopt has for any model on {args.device or 'cpu'}")
     loaded = load(args, threads)
     engine = _engine(args, loaded)
     _tell(f"loaded in {loaded.seconds:.2f} s; {_engine_line(engine)}")
@@ -123,7 +139,7 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> Settings:
     key = args.api_key if args.api_key is not None else os.environ.get("KTOPT_API_KEY") or None
     return Settings(
         host=args.host,
@@ -171,6 +187,9 @@ def _check(args: argparse.Namespace, settings: Settings) -> None:
             raise UsageError(f"--{name}: from {least} to {most:,}, not {value}")
     if args.mode == LONG_CONTEXT and args.backend_type is not None:
         raise UsageError(f"--mode {LONG_CONTEXT} has an engine of its own; leave out --backend_type")
+    paged = args.backend_type != SINGLE and args.mode != LONG_CONTEXT
+    if not paged and (given := [name for name in ("cache_lens", "page_size") if getattr(args, name) is not None]):
+        raise UsageError(f"--{given[0]} is of the paged cache, which --backend_type {BATCH} has")
     usual = settings.sampled
     try:
         check_sampling(
@@ -216,9 +235,30 @@ def _engine(args: argparse.Namespace, loaded: Loaded) -> Engine:
 
         session = LongContextSession(loaded.model, loaded.tokenizer, weights=loaded.weights)
         return SingleEngine.over_session(session, max_waiting=args.max_waiting)
+    if args.backend_type != SINGLE:
+        from ktopt.cache.paged import cannot_page
+
+        why = cannot_page(loaded.model)
+        if not why:
+            return _batch_engine(args, loaded)
+        if args.backend_type == BATCH:
+            raise KtoptError(f"--backend_type {BATCH}: {why}; --backend_type {SINGLE} serves this model, one request at a time")
+        _tell(f"one request at a time, as {why}")
     from ktopt.engine.single import SingleEngine
 
     return SingleEngine(loaded.model, loaded.tokenizer, max_waiting=args.max_waiting)
+
+
+def _batch_engine(args: argparse.Namespace, loaded: Loaded) -> Engine:
+    from ktopt.cache.paged import PagedCache
+    from ktopt.engine.batch import BatchEngine
+
+    pages = {"page_tokens": args.page_size} if args.page_size else {}
+    cache = PagedCache(loaded.model, tokens=args.cache_lens or CACHE_TOKENS, **pages)
+    chunk = {"chunk_size": args.chunk_size} if args.chunk_size else {}
+    return BatchEngine(
+        loaded.model, loaded.tokenizer, cache, max_running=args.max_batch_size, max_waiting=args.max_waiting, **chunk
+    )
 
 
 def _engine_line(engine: Engine) -> str:

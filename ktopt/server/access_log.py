@@ -19,6 +19,8 @@ NOTE = "ktopt.note"
 CLIENT_GONE = 499
 """The status of a request whose client went before it was answered, as nginx has it."""
 LONGEST_PATH = 200
+POLLED = ("/health", "/metrics", "/api/status")
+"""What is asked again and again, and logged only for debugging."""
 
 
 class AccessLog:
@@ -65,4 +67,4 @@ class AccessLog:
             "seconds": round(seconds, 4),
             **note,
         }
-        access.info("%s", json.dumps(line))
+        access.log(logging.DEBUG if path in POLLED else logging.INFO, "%s", json.dumps(line))
