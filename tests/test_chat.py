@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from chat_program import CharacterTokenizer, FakeEngine, chat_over, words
 
 from ktopt.chat.attachments import Attachment, read_text, with_files
-from ktopt.chat.chatting import Chat
+from ktopt.chat.chatting import Chat, Stopped
 from ktopt.chat.commands import COMMANDS, Leave, run_command
 from ktopt.chat.conversation import Template, Turn
 from ktopt.chat.history import MOST_BYTES, open_history
@@ -67,6 +70,19 @@ def test_retry_asks_the_same_with_another_seed_and_keeps_the_answer_where_it_fai
     with pytest.raises(KtoptError, match="it broke"):
         run_command(chat, "/retry")
     assert [turn.answer for turn in chat.conversation.turns] == ["You said: `'one'`"]
+
+
+def test_an_answer_that_is_stopped_before_it_began_leaves_no_turn(chat: Chat) -> None:
+    def stopped_at_once(_: str) -> Iterator[str]:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        yield "never"
+
+    engine: Any = chat.engine
+    engine.text_of = stopped_at_once
+    with pytest.raises(Stopped, match="isn't part of the conversation"):
+        chat.say("hello")
+    assert not chat.conversation.turns
 
 
 def test_system_is_set_shown_and_taken_away(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,10 +158,13 @@ def test_files_that_can_not_be_read_say_why(tmp_path: Path) -> None:
 
 
 def test_a_file_of_more_tokens_than_the_context_is_refused_with_both_numbers(chat: Chat, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text("x" * 100_001)
-    with pytest.raises(KtoptError, match="100,001 tokens, and the context holds 100,000"):
+    (tmp_path / "long.txt").write_text("x" * 3_000_000)
+    counted: list[int] = []
+    chat.template._tokenizer = lambda text, **_: counted.append(len(text)) or {"input_ids": [0] * len(text)}
+    with pytest.raises(KtoptError, match=r"at least [0-9,]+ tokens, and the context holds 100,000"):
         run_command(chat, f"/file {tmp_path}/long.txt")
     assert not chat.files
+    assert sum(counted) < 200_000, "the rest isn't looked at"
 
 
 def test_a_fence_is_longer_than_those_in_the_file() -> None:
@@ -194,6 +213,15 @@ def test_a_full_context_is_refused_with_numbers_and_what_to_do_and_nothing_is_lo
     assert [len(chat.conversation.turns), len(chat.conversation.seen)] == [3, 2]
     with pytest.raises(KtoptError, match="The message alone is too long"):
         chat.say("x" * 290)
+    with pytest.raises(KtoptError, match="the message has at least 400 tokens; the context holds 300"):
+        chat.say("x" * 400)
+
+
+def test_a_prompt_may_have_less_than_the_context() -> None:
+    chat = chat_over(FakeEngine(words, 300), Screen(Style()), most_prompt_tokens=100)
+    chat.say("a message of some length, for the room it takes")
+    with pytest.raises(KtoptError, match=r"has 163 tokens, and a prompt may have 100 \(max_seq_len\)\. /drop 1 "):
+        chat.say("a second one")
 
 
 def test_an_answer_has_no_more_tokens_than_the_context_has_room_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from apply_fixtures import make_tokenizer
 from chat_program import chat_over
 from gguf_fixtures import make_gguf, tiny_model
+from terminals import Terminal
 
 from ktopt import local_chat
 from ktopt.chat.conversation import Template
@@ -87,7 +88,8 @@ def test_a_prompt_file_comes_before_what_is_piped(monkeypatch: pytest.MonkeyPatc
     (b"x", ["--raw", "--system", "x"], 2, "--raw leaves out"),
     (b"x", ["--seed", "-1"], 2, "--seed"),
     (b"x", ["--context", "9"], 2, "--context goes with"),
-    (b"x" * 520, [], 1, "The message alone is too long"),
+    (b"x" * 510, [], 1, "The message alone is too long"),
+    (b"x" * 600, [], 1, "at least 600 tokens; the context holds 512"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused(
     data: bytes, options: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -148,6 +150,23 @@ def test_a_template_that_writes_earlier_answers_otherwise_costs_only_what_differ
     chat.say("more")
     assert chat.conversation.turns[-1].usage.cached_tokens > 0.9 * len(question)
     assert sum(passed) < read / 4
+
+
+def test_on_a_terminal_it_greets_answers_a_file_and_messages_and_leaves(folder: Path) -> None:
+    program = [sys.executable, "-P", "-m", "ktopt", "chat", "rules.yaml", *MODEL, "--prompt_file", "first.txt"]
+    terminal = Terminal(program, columns=100, XDG_STATE_HOME=str(folder))
+    try:
+        terminal.wait_for("tiny.gguf; context 0 of 512 tokens. /help lists the commands", limit_s=60)
+        terminal.wait_for("> 18 characters of a file")
+        terminal.read(lambda: terminal.flat.count("memory") == 1 and terminal.lines_with_text[-1] == ">")
+        terminal.type("hello\r")
+        terminal.read(lambda: terminal.flat.count("memory") == 2)
+        terminal.type("/stats\r")
+        terminal.wait_for("turns")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    finally:
+        terminal.close()
 
 
 def test_ktransformers_options_become_those_of_ktopt_chat(

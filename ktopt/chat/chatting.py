@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ktopt.engine.engine import Engine
 
 
+class Stopped(KtoptError):
+    """Ctrl-C came before the first word of an answer."""
+
+
 @dataclass(slots=True)
 class Chat:
     """What a chat consists of.
@@ -52,6 +56,9 @@ class Chat:
         question = with_files(text, self.files)
         if (size := len(question.encode())) > MOST_BYTES:
             raise KtoptError(f"the message has {size:,} bytes, and may have {MOST_BYTES:,}")
+        most = self.most_prompt_tokens or self.engine.context_tokens
+        if (tokens := self.template.count(question, most)) > most:
+            raise KtoptError(f"the message has at least {tokens:,} tokens; the context holds {most:,}: shorten it")
         self._ask(question)
         self.files.clear()
 
@@ -81,7 +88,7 @@ class Chat:
         for remark in self.screen.remarks.taken():
             self.screen.note(remark)
         if not turn.answer and turn.reason == "cancelled":
-            raise KtoptError("stopped before the answer began; the message isn't part of the conversation")
+            raise Stopped("stopped before the answer began; the message isn't part of the conversation")
         self.conversation.turns.append(turn)
         if turn.reason == "cancelled":
             self.screen.note("(stopped)")

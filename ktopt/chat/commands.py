@@ -72,9 +72,9 @@ def _file(chat: Chat, path: str) -> str:
     if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"":
         path = path[1:-1]
     text = read_text(path, MOST_BYTES - sum(len(file.text.encode()) for file in chat.files))
-    tokens, most = chat.template.count(text), chat.engine.context_tokens
-    if tokens >= most:
-        raise KtoptError(f"{path}: {tokens:,} tokens, and the context holds {most:,}")
+    most = chat.most_prompt_tokens or chat.engine.context_tokens
+    if (tokens := chat.template.count(text, most)) >= most:
+        raise KtoptError(f"{path}: at least {tokens:,} tokens, and the context holds {most:,}")
     chat.files.append(Attachment(path, text))
     chat.screen.note(f"{path}, {plural(tokens, 'token')}, goes with the next message")
     return ""

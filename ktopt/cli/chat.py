@@ -14,6 +14,7 @@ from ktopt.cli.loading import Loaded, add_generation, add_what_runs, check_gener
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import UsageError
 from ktopt.plan_options import LONG_CONTEXT
+from ktopt.render.style import plural
 from ktopt.runtime.memory import resident_bytes, return_large_blocks
 from ktopt.runtime.threads import calm_openmp, parse_threads
 
@@ -128,12 +129,18 @@ def _talk(chat: Chat, first: list[str]) -> None:
     start = ""
     with keys_wait():
         for message in first:
+            chat.screen.note(f"\n> {plural(len(message), 'character')} of a file")
             start = one_line(chat, f" {message}")
         run(chat, line, start)
 
 
 def _answer(chat: Chat, message: str) -> None:
     """Answer where nobody types. KeyboardInterrupt where Ctrl-C stopped it."""
-    chat.say(message)
+    from ktopt.chat.chatting import Stopped
+
+    try:
+        chat.say(message)
+    except Stopped:
+        raise KeyboardInterrupt from None
     if chat.conversation.turns[-1].reason == "cancelled":
         raise KeyboardInterrupt
