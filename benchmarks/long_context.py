@@ -5,7 +5,8 @@
 decode     tokens/s after each context with the same budget of blocks; llama.cpp's after 16K on the same file
 attention  ms of one layer at the longest context, choosing included, beside dense attention by ktopt, torch's sdpa and two products
 prefill    exact at 4K and 16K beside llama.cpp; sparse at 16K and the longest context
-memory     the process's peak with budgets of 0.25 GB and 0.5 GB, the rest on disk, and whether it says what it says with all in RAM
+memory     the process's peak when it has read a text with budgets of 0.25 GB and 0.5 GB, the rest on disk, and whether it says
+           what it says with all in RAM
 disk       decode with 95 % of the chosen blocks in memory and the rest read from disk, past the page cache, beside all in RAM
 
 Each measurement is a process of its own; medians of --rounds count. llama.cpp runs with flash attention and without, and the
@@ -95,22 +96,33 @@ def llama(bench: Bench, phase: str, tokens: int) -> float | None:
     return max(found) if found else None
 
 
+WAYS = {
+    "QUEST": {"anchor_type": "QUEST"},
+    "KEY_INT4": {"anchor_type": "KEY_INT4"},
+    "KEY_INT4, a choice for 5 layers": {"anchor_type": "KEY_INT4", "layer_step": 5},
+}
+"""Ways to choose blocks that are decoded with."""
+
+
 def decode(bench: Bench) -> None:
-    few = {"second_select_num": FEW_BLOCKS}
-    for name, chosen in (("129 blocks", {}), ("21 blocks", few)):
-        speeds = {
-            context: bench.speed("decode", context, settings=settings(context, **chosen)) for context in bench.options.contexts
-        }
-        for context, speed in speeds.items():
-            bench.say(f"decode after {context:,}, {name}", f"{speed:.1f} tokens/s")
-        if 16_384 in speeds:
-            ratio = speeds[bench.longest] / speeds[16_384]
-            bench.say(f"  {bench.longest:,} to 16,384", f"{ratio:.2f}", "", TARGETS["decode, longest to 16K"], ratio)
-        peer = llama(bench, "decode", 16_384) if name == "129 blocks" else None
-        if peer:
-            ratio = speeds[bench.longest] / peer
-            bench.say("llama.cpp after 16,384", f"{peer:.1f} tokens/s")
-            bench.say(f"  ktopt after {bench.longest:,} to that", f"{ratio:.2f}", "", TARGETS["decode, to llama.cpp at 16K"], ratio)
+    peer = llama(bench, "decode", 16_384)
+    if peer:
+        bench.say("decode after 16,384, llama.cpp", f"{peer:.1f} tokens/s")
+    for way, kind in WAYS.items():
+        for chosen in (BLOCKS, FEW_BLOCKS):
+            decode_by(bench, f"{chosen + 5} blocks, {way}", {**kind, "second_select_num": chosen}, peer)
+
+
+def decode_by(bench: Bench, name: str, kind: dict[str, Any], peer: float | None) -> None:
+    speeds = {context: bench.speed("decode", context, settings=settings(context, **kind)) for context in bench.options.contexts}
+    for context, speed in speeds.items():
+        bench.say(f"decode after {context:,}, {name}", f"{speed:.1f} tokens/s")
+    if 16_384 in speeds:
+        ratio = speeds[bench.longest] / speeds[16_384]
+        bench.say(f"  {bench.longest:,} to 16,384", f"{ratio:.2f}", "", TARGETS["decode, longest to 16K"], ratio)
+    if peer:
+        ratio = speeds[bench.longest] / peer
+        bench.say(f"  {bench.longest:,} to llama.cpp at 16,384", f"{ratio:.2f}", "", TARGETS["decode, to llama.cpp at 16K"], ratio)
 
 
 def attention(bench: Bench) -> None:
@@ -147,11 +159,11 @@ def prefill(bench: Bench) -> None:
 
 def memory(bench: Bench) -> None:
     base = bench.ask("baseline", 0, 1)[0]["peak_bytes"]
-    chosen = settings(bench.longest, second_select_num=FEW_BLOCKS, anchor_type="QUEST")
-    free = bench.ask("decode", bench.longest, 1, settings=chosen)[0]
+    chosen = settings(bench.longest, second_select_num=FEW_BLOCKS, anchor_type="QUEST", prefill="sparse")
+    free = bench.ask("decode", bench.longest, 1, settings=chosen, read=True)[0]
     with tempfile.TemporaryDirectory() as folder:
         tight = {**chosen, "gpu_memory_size_GB": DEVICE_GB, "cpu_memory_size_GB": HOST_GB, "disk_path": folder}
-        held = bench.ask("decode", bench.longest, 1, settings=tight)[0]
+        held = bench.ask("decode", bench.longest, 1, settings=tight, read=True)[0]
     weights = demo_weights().stat().st_size
     limit = (weights + (DEVICE_GB + HOST_GB) * 1e9) * SLACK
     for name, said in (("all in RAM", free), (f"{DEVICE_GB} + {HOST_GB} GB, the rest on disk", held)):

@@ -35,7 +35,7 @@ TYPES = {"KEY_INT4": 1, "QUEST": 2, "DYNAMIC": 1, "BLOCK_MEAN": 1, "BLOCK_MAX": 
 """Types of anchors, and how many of each."""
 BUDGETS = [96, 64, 32, 16, 8]
 TEXT_TOKENS, PICKED_TOKENS, LOCAL_TOKENS = 7936, 1024, 512
-QUERIES, STEPS = 48, 40
+QUERIES = 48
 BLOCKS = (128, 32)
 RULES = """
 version: 1
@@ -80,32 +80,34 @@ def choosing(anchor_type: str, number: int, block: int, **others: Any) -> dict[s
     }  # fmt: skip
 
 
-def text_rows(ids: dict[str, torch.Tensor]) -> list[list[str]]:
+def text_rows(ids: dict[str, torch.Tensor], steps: int, types: dict[str, int]) -> list[list[str]]:
     plain = model_with(None)
     layers, full = {}, {}
     for name, ids_1N in ids.items():
         with text.queries_and_keys(plain, QUERIES) as seen, torch.inference_mode():
             plain(ids_1N, logits_to_keep=1)
         layers[name] = list(seen)
-        full[name] = text.log_probabilities(plain, ids_1N, STEPS)
+        full[name] = text.log_probabilities(plain, ids_1N, steps)
     del plain
     rows = []
     for block in BLOCKS:
         recall = {
-            shared: _mean([text.recalls(each, block, PICKED_TOKENS, LOCAL_TOKENS, _named(), shared) for each in layers.values()])
+            shared: _mean(
+                [text.recalls(each, block, PICKED_TOKENS, LOCAL_TOKENS, _named(types), shared) for each in layers.values()]
+            )
             for shared in (True, False)
         }
         model = model_with(choosing("DYNAMIC", TYPES["DYNAMIC"], block))
-        told = [text.divergences(full[each], model, ids[each], STEPS, TYPES) for each in ids]
-        for name in ("local", *TYPES, "oracle"):
+        told = [text.divergences(full[each], model, ids[each], steps, types) for each in ids]
+        for name in ("local", *types, "oracle"):
             kl, top = (sum(each[name][i] for each in told) / len(told) for i in (0, 1))
             rows.append([str(block), name, f"{recall[True][name]:.4f}", f"{recall[False][name]:.4f}", f"{kl:.4f}", f"{top:.3f}"])
             print("  ".join(rows[-1]), flush=True)
     return rows
 
 
-def _named() -> dict[str, tuple[str, int]]:
-    return {name: (name, number) for name, number in TYPES.items()}
+def _named(types: dict[str, int]) -> dict[str, tuple[str, int]]:
+    return {name: (name, number) for name, number in types.items()}
 
 
 def _cache(model: Any) -> Any:
@@ -114,14 +116,14 @@ def _cache(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-def kv_rows(ids: dict[str, torch.Tensor]) -> list[list[str]]:
+def kv_rows(ids: dict[str, torch.Tensor], steps: int) -> list[list[str]]:
     plain = model_with(None)
-    full = {name: text.log_probabilities(plain, each, STEPS) for name, each in ids.items()}
+    full = {name: text.log_probabilities(plain, each, steps) for name, each in ids.items()}
     del plain
     rows = []
     for kind in ("FP16", "BF16", "Q8_0", "Q4_0"):
         model = model_with(choosing("QUEST", 2, 128, kv_type=kind, second_select_num=64))
-        found = [text.compare(full[each], text.log_probabilities(model, ids[each], STEPS)) for each in ids]
+        found = [text.compare(full[each], text.log_probabilities(model, ids[each], steps)) for each in ids]
         rows.append([kind, f"{sum(k for k, _ in found) / len(found):.5f}", f"{sum(t for _, t in found) / len(found):.3f}"])
         print("  ".join(rows[-1]), flush=True)
     return rows
@@ -190,6 +192,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=139_264, help="constructed keys (default 139264)")
     parser.add_argument("--bible-folder", type=Path, help="where Debian's bible-kjv packages were unpacked (default: installed)")
     parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS, help=f"tokens of each text (default {TEXT_TOKENS})")
+    parser.add_argument("--steps", type=int, default=160, help="tokens of each text that are read one by one (default 160)")
+    parser.add_argument("--anchors", nargs="+", choices=TYPES, default=list(TYPES), help="of the part `texts`; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
     options = parser.parse_args()
     tokenizer: Any = find_tokenizer((demo_weights(),))
@@ -201,8 +205,8 @@ def main() -> None:
         print(f"\n{part}")
         rows = {
             "retrieval": lambda: retrieval_rows(options.tokens, 128),
-            "texts": lambda: text_rows(ids),
-            "kv": lambda: kv_rows(ids),
+            "texts": lambda: text_rows(ids, options.steps, {name: TYPES[name] for name in options.anchors}),
+            "kv": lambda: kv_rows(ids, options.steps),
             "passkey": lambda: passkey_rows(tokenizer),
         }[part]()
         made[part] = rows

@@ -133,7 +133,7 @@ def divergences(
     for name in ("local", *types, "oracle"):
         kind = name if name in types else "BLOCK_MEAN"
         for layer, kept in zip(cache.layers, asked, strict=True):
-            _know_by(layer, kind, types[kind], copy.deepcopy(kept))
+            _know_by(layer, kind, types.get(kind, 1), copy.deepcopy(kept))
         with oracle_selection("" if name in types else name):
             made[name] = compare(full, _steps(model, ids_1N, steps, cache))
         cache.crop(-steps)

@@ -407,7 +407,7 @@ bool check_pages(bool latent, bool routed, int kind, int threads) {
         for (const int64_t count : counts) firsts.push_back(firsts.back() + count);
         const int64_t rows = firsts.back();
         std::vector<float> x(size_t(rows * HIDDEN), 0.25f), cos(size_t(rows * rotary), 0.5f), sin(cos);
-        const Ragged ragged{SEQUENCES, firsts.data(), pasts.data(), tables, PAGE, pasts[0] % 2 == 0};
+        const Ragged ragged{SEQUENCES, firsts.data(), pasts.data(), tables, PAGE};
         const PagedKeyValues cache{kind, keys.data(), values.data(), PAGES};
         const PagedLatents latents{{kind, pages.data(), PAGES, PAGE}, nullptr, 0, 0};
         Run r{x.data(), 1, rows, cos.data(), sin.data(), true, nullptr, latent ? &latents : nullptr, nullptr, threads};

@@ -264,7 +264,7 @@ def test_klamaattention_is_the_same_by_ktransformers_name():
     [
         ("gemma2", {}, "Gemma2Attention.*attention interface"),
         ("llama", {"anchor_num": 3}, "QUEST.*anchor_num: 2.*not 3"),
-        ("llama", {"max_seq_len": 64, "local_windows_len": 64}, "cache holds 8"),
+        ("llama", {"max_seq_len": 64, "local_windows_len": 64}, "cache holds 9"),
         ("llama", {"anchor_type": "QUESTS"}, "QUEST"),
     ],
 )

@@ -1,12 +1,14 @@
 """ktopt's long contexts on SmolLM2: benchmarks/long_context.py runs this in a process of its own, with a JSON of what to measure,
 and reads the JSON that it prints.
 
-Caches are filled with random keys and values, as if a prompt had been read, but for the tasks that measure reading. The `forced`
-task draws each layer's blocks by itself, 19 of 20 from those in memory, and reads the rest from disk past the page cache.
+Caches are filled with random keys and values, as if a prompt had been read, but for the tasks that measure reading or memory, which
+read Python's own sources. The `forced` task draws each layer's blocks by itself, 19 of 20 from those in memory, and reads the rest
+from disk past the page cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import statistics
@@ -25,6 +27,7 @@ from ktopt.operators.modules import block_attention, block_cache, block_choice
 from ktopt.operators.modules.block_layer import block_cache as blocks_of
 from ktopt.runtime.decoding import Decoder
 from ktopt.source import SourceFile
+from ktopt.weights.tokenizer import find_tokenizer
 
 POOL_TOKENS, PIECE_TOKENS = 1 << 16, 4096
 RULE = """
@@ -57,12 +60,31 @@ def filled(decoder: Decoder, tokens: int) -> Any:
     return cache
 
 
+def sources(model: Path, tokens: int) -> torch.Tensor:
+    """The first tokens (1, N) of Python's own library, module after module."""
+    tokenizer: Any = find_tokenizer((model,))
+    ids: list[int] = []
+    for file in sorted(Path(argparse.__file__).parent.glob("*.py")):
+        ids += tokenizer.encode(file.read_text(encoding="utf-8"))
+        if len(ids) >= tokens:
+            break
+    return torch.tensor([ids[:tokens]])
+
+
+def read(decoder: Decoder, ids_1N: torch.Tensor) -> Any:
+    """A cache that has read a text."""
+    cache = decoder.new_cache()
+    decoder.read(ids_1N, cache)
+    return cache
+
+
 def decode(task: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each token after a filled cache, and the tokens."""
+    """Seconds of each token after a filled cache, or after a text that was read, and the tokens."""
     if task.get("direct"):
         block_cache.DiskTier = functools.partial(block_cache.DiskTier, direct=True)  # type: ignore[attr-defined, misc]
     decoder = Decoder(load(task))
-    cache = filled(decoder, task["context"])
+    tokens = task["context"]
+    cache = read(decoder, sources(Path(task["model"]), tokens)) if task.get("read") else filled(decoder, tokens)
     shared = blocks_of(cache)
     if task.get("forced"):
         _force(shared, task["forced"])

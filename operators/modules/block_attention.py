@@ -78,9 +78,6 @@ def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor
     if picks_RK is not None:
         return _attend_picked(held, q_RHD, ends, picks_RK)
     all_RM = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
-    addresses_RM = store.addresses[held.number, :, : held.middle]
-    if bool(addresses_RM.all()):
-        return _attend(held, q_RHD, [*ends, _picked(held, addresses_RM.contiguous(), held.hidden(all_RM))])
     parts = [_attend(held, q_RHD, ends)]
     for first, end in held.tiles():
         some_RK = all_RM[:, first:end].contiguous()
@@ -91,17 +88,12 @@ def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor
 
 
 def _attend_picked(held: BlockLayer, q_RHD: torch.Tensor, ends: list[CacheSegments], picks_RK: torch.Tensor) -> Part:
-    """While blocks come from disk, those that are in memory are attended to."""
+    """In one call, when all blocks have come: sums in another order would be others in their last bits."""
     addresses_RK, rest = held.shared.store.fetch_begin(held.number, picks_RK)
     held.shared.prefetch(held.number + 1)
-    if rest is None:
-        return _attend(held, q_RHD, [*ends, _picked(held, addresses_RK, held.hidden(picks_RK))])
-    tokens, hidden_RK = held.shared.tokens, held.hidden(picks_RK)
-    hidden_RK = torch.zeros_like(addresses_RK) if hidden_RK is None else hidden_RK
-    there_RK = addresses_RK != 0
-    first = _attend(held, q_RHD, [*ends, _picked(held, addresses_RK, hidden_RK.masked_fill(~there_RK, tokens))])
-    others = _picked(held, rest(), hidden_RK.masked_fill(there_RK, tokens))
-    return merge([first, _attend(held, q_RHD, [others])])
+    if rest is not None:
+        addresses_RK = rest()
+    return _attend(held, q_RHD, [*ends, _picked(held, addresses_RK, held.hidden(picks_RK))])
 
 
 def _attend_on_gpu(

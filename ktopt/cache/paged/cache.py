@@ -20,20 +20,17 @@ PAGE_TOKENS = 64
 class PagedCache:
     """Room for `tokens` tokens of a model's sequences, in pages of `page_tokens`. All memory is taken at once.
 
-    With `steady` a token's result in a fused layer of quantised weights has the same bits whoever else is in the step, and not only
-    nearly: even one row goes through the kernels for many then, which takes about a tenth longer.
-
     KtoptError where the model's layers can't be paged, with the reason; finding that out takes a step of one token. One thread
     works with a cache; numbers may be read by others.
     """
 
-    def __init__(self, model: Any, tokens: int, page_tokens: int = PAGE_TOKENS, *, steady: bool = False) -> None:
+    def __init__(self, model: Any, tokens: int, page_tokens: int = PAGE_TOKENS) -> None:
         if tokens < 1 or page_tokens < 16 or page_tokens % 16:
             raise UsageError(
                 f"a paged cache has room for at least a token, in pages of a multiple of 16, not {tokens}, {page_tokens}"
             )
         self.call = ModelCall(model)
-        self.page_tokens, self.steady = page_tokens, steady
+        self.page_tokens = page_tokens
         shapes = shapes_of(self.call, page_tokens)
         self.allocator = PageAllocator(self.pages_for(tokens), page_tokens)
         self.pools = {layer: LayerPool(shape, self.pages, page_tokens) for layer, shape in shapes.items()}
@@ -137,7 +134,7 @@ class PagedCache:
             if count:
                 sequence.add(taken[:count])
                 del taken[:count]
-        return PagedBatch([(sequence, len(ids)) for sequence, ids in pieces], self.pools, self.page_tokens, self.steady)
+        return PagedBatch([(sequence, len(ids)) for sequence, ids in pieces], self.pools, self.page_tokens)
 
     def finish(self, pieces: list[tuple[Sequence, Ids[int]]]) -> None:
         """Count a step's new tokens, whose keys and values are in their pages now, and index the pages that they have filled."""
