@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = (
-    "common.py", "cpu_engines.py", "cpu_models.py", "mla_plot.py", "quality_oracle.py", "quality_retrieval.py", "quality_texts.py"
+    "common.py", "cpu_engines.py", "cpu_models.py", "mla_plot.py", "quality_oracle.py", "quality_retrieval.py", "quality_texts.py",
+    "serve_client.py", "serve_faults_load.py", "serve_references.py", "serve_servers.py",
 )  # fmt: skip
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name not in SHARED)
 
