@@ -91,6 +91,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def get_model(name: str) -> dict[str, Any]:
         return models.model(service, name)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["state"], responses={200: {"model": responses.Health}, 503: {"model": responses.Health}})
     async def health() -> Response:
         return status.health(service)

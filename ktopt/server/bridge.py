@@ -99,14 +99,15 @@ class Answer:
         """What has come since the last call, by prompt: at least one event, or none where it is over or left, or none came for
         `timeout_s`."""
         if not self._events and not self.over and not self.left:
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake) if timeout_s is not None else None
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._waiter
-            except TimeoutError:
-                return []
+                await self._waiter
             finally:
                 self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         taken, self._events, self.unread_bytes = self._events, [], 0
         return taken
 
