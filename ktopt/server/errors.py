@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 1
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-_REFUSED = {"queue_full": 429, "shutting_down": 503, "no_room": 400, "unsupported": 400}
-_PARAMETERS = {"invalid_schema": "response_format", "context_length_exceeded": "messages"}
+_REFUSED = {"queue_full": 429, "shutting_down": 503}
 
 
 class ApiError(Exception):
@@ -56,11 +55,9 @@ def invalid(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
-def refused(error: Refused, prompt: str) -> ApiError:
-    """What the engine's refusal is as an answer. `prompt` names the request's parameter that holds the prompt."""
-    status = _REFUSED.get(error.code, 503 if error.retry else 400)
-    param = _PARAMETERS.get(error.code)
-    return ApiError(status, str(error), param=prompt if param == "messages" else param, code=error.code)
+def refused(error: Refused, params: Mapping[str, str]) -> ApiError:
+    """What the engine's refusal is as an answer. `params` has the request's parameter that a code is about."""
+    return ApiError(_REFUSED.get(error.code, 400), str(error), param=params.get(error.code), code=error.code)
 
 
 def internal() -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 
 from ktopt.engine.engine import Engine
@@ -87,9 +88,9 @@ class Service:
         name = request.model if self.settings.any_model and request.model else self.served.name
         return Head(kind, id, int(time.time()), name, request.include_usage)
 
-    async def answer(self, requests: list[Request], writer: Writer, prompt: str, stream: bool) -> WaitingResponse:
-        """Ask the engine, and respond with what it says."""
-        answer: Answer = await self.traffic.ask(requests, prompt)
+    async def answer(self, requests: list[Request], writer: Writer, params: Mapping[str, str], stream: bool) -> WaitingResponse:
+        """Ask the engine, and respond with what it says. `params` has the parameter that a refusal's code is about."""
+        answer: Answer = await self.traffic.ask(requests, params)
         kind = StreamedAnswer if stream else WholeAnswer
         return kind(answer, writer, self.settings, self.traffic.done)
 

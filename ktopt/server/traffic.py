@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from ktopt.engine.engine import Engine
 from ktopt.engine.events import Event, Failed, Finished
@@ -34,8 +35,8 @@ class Traffic:
             raise ApiError(429, message, code="too_many_requests")
         return Slot(self)
 
-    async def ask(self, requests: list[Request], prompt: str) -> Answer:
-        """Give requests to the engine. `prompt` names the parameter that holds the prompt. ApiError where it refuses.
+    async def ask(self, requests: list[Request], params: Mapping[str, str]) -> Answer:
+        """Give requests to the engine. `params` has the parameter that a refusal's code is about. ApiError where it refuses.
 
         A grammar takes time to be read, so such a request is given by another thread."""
         if self._mailbox is None:
@@ -47,7 +48,7 @@ class Traffic:
             else:
                 answer.submit(self.engine, requests)
         except Refused as error:
-            raise refused(error, prompt) from None
+            raise refused(error, params) from None
         self._open.add(answer)
         self.metrics.streams.set(len(self._open))
         return answer

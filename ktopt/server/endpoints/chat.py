@@ -72,7 +72,8 @@ async def chat(service: Service, request: ChatRequest, client: str) -> WaitingRe
         one_call=request.parallel_tool_calls is False,
         named=calling.named,
     )
-    return await service.answer([made], writer, "messages", bool(request.stream))
+    params = {"context_length_exceeded": "messages", "invalid_schema": "tools" if calling.grammar else "response_format"}
+    return await service.answer([made], writer, params, bool(request.stream))
 
 
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:

@@ -48,4 +48,4 @@ async def complete(service: Service, request: CompletionRequest, client: str) ->
         logprobs=request.logprobs is not None,
         echoed=echoed,
     )
-    return await service.answer(requests, writer, "prompt", bool(request.stream))
+    return await service.answer(requests, writer, {"context_length_exceeded": "prompt"}, bool(request.stream))
