@@ -55,7 +55,7 @@ class Grammar(Protocol):
         """Whether nothing can follow."""
 
     def forbidden(self) -> Array:
-        """The words that can't come next: bool (V), or shorter, where those beyond it are forbidden."""
+        """The words that can't come next: bool (V); where it is shorter, those beyond it can't, either."""
 
     def take(self, token: int) -> None:
         """Go on by a token."""
@@ -99,7 +99,7 @@ class Row:
             taken = self.sampling.frequency_penalty * self._new.counts + self.sampling.presence_penalty
             logits_V[self._new.ids] -= taken
         if self.grammar is not None:
-            forbidden = self.grammar.forbidden()
+            forbidden = self.grammar.forbidden()[: len(logits_V)]
             np.copyto(logits_V[: len(forbidden)], -np.inf, where=forbidden)
             logits_V[len(forbidden) :] = -np.inf
 

@@ -14,6 +14,7 @@ from typing import Any
 from ktopt.engine.answers import Answer
 from ktopt.engine.engine import OnEvent
 from ktopt.engine.events import Event, Failed, Finished
+from ktopt.engine.grammar import Grammars
 from ktopt.engine.jobs import Job
 from ktopt.engine.queueing import FairQueue
 from ktopt.engine.request import Refused, Request, check_request
@@ -45,6 +46,7 @@ class Worker(ABC):
         own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         self.end_ids = frozenset(stop_tokens(own, tokenizer) or ())
         self._defaults = defaults_of(model)
+        self._grammars = Grammars(tokenizer, self.words, self.end_ids)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: FairQueue[Job] = FairQueue(max_waiting)
         self._running: list[Job] = []
@@ -113,7 +115,8 @@ class Worker(ABC):
     def _answers(self, request: Request) -> list[Answer]:
         sampling = settled(request.sampling, self._defaults)
         ends = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.end_ids)
-        rows = [Row(sampling, request.prompt_ids, index) for index in range(request.n)]
+        grammars = [None if request.grammar is None else self._grammars.matcher(request.grammar) for _ in range(request.n)]
+        rows = [Row(sampling, request.prompt_ids, index, grammar) for index, grammar in enumerate(grammars)]
         return [Answer(request, index, self.tokenizer, row, ends) for index, row in enumerate(rows)]
 
     def _wake(self) -> None:
@@ -149,6 +152,7 @@ class Worker(ABC):
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self._grammars.close()
 
     def __enter__(self) -> Worker:
         return self
