@@ -210,14 +210,18 @@ def test_a_key_is_asked_for_sent_and_kept_in_the_session_alone(browser: Page) ->
     with running(FakeEngine("Hello"), Settings(api_key="secret-7")) as made:
         assert made.http.get("/").status_code == 200
         assert made.http.get("/api/status").status_code == 401
-        browser.open(made.url)
+        browser.open(made.url, "#status")
         browser.wait_for_text("#key-note", "This server asks for a key.")
+        browser.wait_for_text("#status-problem", "You didn't provide an API key")
         browser.one("#key").send_keys("wrong", "\t")
         browser.wait_for_text("#key-note", "doesn't take this key")
         assert browser.one("#key").get_attribute("aria-invalid") == "true"
         browser.one("#key").clear()
         browser.one("#key").send_keys("secret-7", "\t")
         browser.wait_for_text("#model", "fake")
+        browser.wait_for_text("#status-about", "balance_serve")
+        assert browser.seen("#status-problem") == []
+        browser.one("#tab-chat").click()
         browser.asked("hi")
         assert browser.text(".answer > .text") == "Hello"
         kept = browser.run("return [JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie, location.href]")

@@ -189,6 +189,7 @@ def test_both_colour_schemes_can_be_read(page: Page, scheme: str) -> None:
 
 def test_every_view_fits_every_screen(page: Page) -> None:
     page.asked("a question " + "w" * 300)
+    page.asked("another")
     widths = (
         "return Math.max(...[document.documentElement, document.querySelector('section:not([hidden])')].map((e) => e.scrollWidth))"
     )
@@ -198,6 +199,7 @@ def test_every_view_fits_every_screen(page: Page) -> None:
         for pixels in (320, 700, 1600):
             with page.width(pixels):
                 assert page.run(widths) <= pixels, (view, pixels)
+                assert page.run("return document.documentElement.scrollHeight <= innerHeight"), (view, pixels)
 
 
 def test_every_control_has_a_name_and_every_reference_its_target(page: Page) -> None:

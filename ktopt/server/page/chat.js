@@ -4,7 +4,7 @@
 const KEPT_CHAT = "ktopt.chat";
 const NEAR_PX = 80;
 
-/** Turns {question, answer, thinking?, error, note, node...}; those of `running` still grow. */
+/** Turns {question, answer, error, note} with their elements; `running` is the one that still grows, and what ends it. */
 const chat = { turns: [], running: null };
 
 /** What is sent: questions that were answered, however shortly, and the new one. */
@@ -88,7 +88,7 @@ async function answer(turn) {
 /** How much and how fast, in a line. */
 function noteOf({ first, last, usage, finish }, began) {
   const parts = [];
-  if (finish === "length") parts.push("cut off at the most tokens");
+  if (finish === "length") parts.push("ended at the limit of tokens");
   if (usage) {
     const made = usage.completion_tokens;
     parts.push(plural(made, "token"));
@@ -96,7 +96,7 @@ function noteOf({ first, last, usage, finish }, began) {
   }
   if (first) parts.push(`first after ${((first - began) / 1000).toFixed(2)} s`);
   const cached = usage?.prompt_tokens_details?.cached_tokens;
-  if (usage) parts.push(`${count(usage.prompt_tokens)} in the prompt${cached ? `, ${count(cached)} from the cache` : ""}`);
+  if (usage) parts.push(`prompt ${count(usage.prompt_tokens)}${cached ? `, ${count(cached)} from the cache` : ""}`);
   return parts.join(" · ");
 }
 
@@ -128,8 +128,8 @@ function showTurn(turn) {
   turn.thinking = make("details", { class: "thinking", hidden: true }, make("summary", {}, "Thinking"), turn.thought);
   turn.problem = make("p", { class: "problem", role: "alert", hidden: true });
   turn.about = make("span", { class: "about" });
-  turn.retry = button("Retry", "Answer again", () => retry(turn));
-  turn.foot = make("footer", { hidden: true }, turn.about, copyButton(() => turn.answer, "Copy the answer"), turn.retry);
+  turn.foot = make("footer", { hidden: true }, turn.about, copyButton(() => turn.answer, "Copy the answer"),
+    button("Retry", "Answer again", () => retry(turn), "quiet retry"));
   const question = make("div", { class: "question" }, make("h3", { class: "unseen" }, "You"), make("div", { class: "said" }, turn.question));
   turn.article = make("article", { class: "answer" }, make("h3", { class: "unseen" }, "Answer"), turn.thinking, turn.body, turn.problem, turn.foot);
   turn.node = make("div", { class: "turn" }, question, turn.article);
@@ -169,11 +169,9 @@ function parted(answer) {
   return { thought: answer.slice(begun[0].length, end).trim(), text: answer.slice(end + 8).trimStart() };
 }
 
-/** Answer a turn again. What followed it goes. */
+/** Answer the last turn again: the others have no such button. */
 function retry(turn) {
   if (chat.running) return;
-  const place = chat.turns.indexOf(turn);
-  for (const later of chat.turns.splice(place + 1)) later.node.remove();
   byId("question").focus();
   answer(turn);
 }

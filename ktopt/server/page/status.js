@@ -24,6 +24,11 @@ async function askStatus() {
     show(byId("status-problem"), "");
   } catch (error) {
     if (aborting.signal.aborted) return;
+    if (error.status === 401) { // until there is another key
+      watch.aborting = null;
+      show(byId("status-problem"), error.message);
+      return;
+    }
     show(byId("status-problem"), `${error.message} Asked again each second.`);
   }
   if (!aborting.signal.aborted) watch.timer = setTimeout(askStatus, EVERY_MS);
