@@ -98,12 +98,12 @@ def test_arrows_move_in_the_plan_and_open_it(page: Page, server: Running) -> Non
     assert focused().text.startswith("layers")
 
 
-def test_a_plan_of_a_hundred_thousand_modules_stays_fluent(page: Page) -> None:
+def test_a_plan_of_60_000_modules_stays_fluent(page: Page) -> None:
     script = """
     const steps = [];
     const step = (path, bytes, rule) => steps.push({ path, class: "Linear", operator: "KLinear", device: rule ? "cpu" : "cuda:0",
       prefill_device: "cuda:0", dtype: "bfloat16", stored: [], bytes, rule: rule ? "experts" : null, runs: {} });
-    for (let layer = 0; layer < 60; layer += 1) {
+    for (let layer = 0; layer < 40; layer += 1) {
       for (let expert = 0; expert < 512; expert += 1)
         for (const name of ["gate_proj", "up_proj", "down_proj"])
           step(`model.layers.${layer}.mlp.experts.${expert}.${name}`, 1000, true);
@@ -119,10 +119,10 @@ def test_a_plan_of_a_hundred_thousand_modules_stays_fluent(page: Page) -> None:
     return [steps.length, shown - began, found - shown, rows, document.querySelectorAll("#plan-rows .row").length];
     """
     count, shown_ms, found_ms, found, norms = page.run(script)
-    assert count == 60 * (512 * 3 + 1)
+    assert count == 40 * (512 * 3 + 1)
     assert shown_ms < 5000
     assert found_ms < 3000
-    assert (found, norms) == (1, 60)  # the norms differ in their bytes
+    assert (found, norms) == (1, 40)  # the norms differ in their bytes
     assert page.text(".row .path").startswith("model.layers.0.norm")
 
 
