@@ -96,7 +96,7 @@ def test_no_control_sequence_gets_through_not_by_a_character_reference_either(ho
     display.add(hostile)
     display.close()
     written = out.getvalue()
-    for ours in ("\x1b[?2026h", "\x1b[?2026l", "\x1b[?25l", "\x1b[?25h", "\x1b[K", "\x1b[J"):
+    for ours in ("\x1b[?2026h", "\x1b[?2026l", "\x1b[?25l", "\x1b[?25h", "\x1b[?7l", "\x1b[?7h", "\x1b[K", "\x1b[J"):
         written = written.replace(ours, "")
     assert not {"\x1b", "\x9b", "\x07"} & set(re.sub(r"\x1b\[[0-9;]*m", "", written))
     assert "\x1b[31m" not in written
@@ -116,3 +116,11 @@ def test_wide_characters_are_broken_where_the_terminal_ends() -> None:
     lines = drawn(["日本語" * 30], columns=21)
     assert "".join("".join(lines).split()) == "日本語" * 30
     assert len(lines) == 9
+
+
+def test_a_terminal_that_does_not_join_characters_gets_each_line_once_and_whole() -> None:
+    hands = "\N{THUMBS UP SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-4}" * 3
+    lines = [f"line {n} {hands} end{n}\n\n" for n in range(3)]
+    text = "".join("".join(drawn([*"".join(lines)], columns=20)).split())
+    assert [text.count(f"line{n}") for n in range(3)] == [1, 1, 1]
+    assert [text.count(f"end{n}") for n in range(3)] == [1, 1, 1]

@@ -136,14 +136,16 @@ class MarkdownDisplay:
             return []
         lines = self._lines(final, width)
         self._text = "" if last else "\n".join(self._text.split("\n")[blocks[-1].line :])
-        self._begun, self._fixed, self._fixed_characters = True, 0, 0
+        self._begun = self._begun or bool(lines or self._fixed)
+        self._fixed = self._fixed_characters = 0
         return lines
 
     def _lines(self, blocks: list[Block], width: int) -> list[str]:
         """What isn't final yet of the lines of these blocks, of which the first is the text's."""
         lines: list[str] = []
         for block in blocks:
-            lines += ["", *lines_of(block, self._console, width)] if lines or self._begun else lines_of(block, self._console, width)
+            drawn = lines_of(block, self._console, width)
+            lines += ["", *drawn] if drawn and (lines or self._begun) else drawn
         if width != self._width:  # lines are broken otherwise: those are final of which all characters were shown
             self._width, found, characters = width, 0, 0
             while self._fixed and found < len(lines):

@@ -19,6 +19,7 @@ from rich.markdown import Heading, Markdown, MarkdownElement
 from rich.text import Text
 
 from ktopt.chat.safety import shown
+from ktopt.render.style import width as width_of
 
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable("table").enable("strikethrough")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -68,6 +69,11 @@ def lines_of(block: Block, console: Console, width: int) -> list[str]:
 def columns_of(line: str) -> int:
     """The columns that a line takes, styles left out."""
     return cell_len(_ANSI.sub("", line))
+
+
+def most_columns_of(line: str) -> int:
+    """The same on a terminal that doesn't join characters, such as a hand and the colour of its skin."""
+    return width_of(_ANSI.sub("", line))
 
 
 def characters_of(line: str) -> int:
