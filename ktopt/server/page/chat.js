@@ -55,6 +55,7 @@ async function answer(turn) {
   busy(true);
   update(turn);
   scrollDown();
+  keepChat();
   try {
     const response = await request("/v1/chat/completions", {
       method: "POST",
@@ -223,7 +224,7 @@ function startChat() {
   });
   byId("new-chat").addEventListener("click", newChat);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && chat.running && !event.isComposing) stop();
+    if (event.key === "Escape" && !event.isComposing && !byId("chat").hidden) stop();
   });
 }
 
