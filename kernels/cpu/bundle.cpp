@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "gemm.h"
 #include "pool.h"
 
 namespace ktopt {
@@ -37,15 +36,15 @@ void Bundle::add(const Product& product) {
     quantized_ = quantized_ || !is_float(product.weight.kind);
 }
 
-void Bundle::run(const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum, int threads) const {
+void Bundle::run(const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum, int threads, int64_t many) const {
     const int64_t work = bytes_ * (1 + tokens / 2);
     const Split split(products_, work, threads);
     share_out(split.all, threads, work >= LONG_BYTES,
-              [&](int64_t number) { part(split, number, in, tokens, out, out_stride, sum); });
+              [&](int64_t number) { part(split, number, in, tokens, out, out_stride, sum, many); });
 }
 
 void Bundle::part(const Split& split, int64_t number, const Input& in, int64_t tokens, float* out, int64_t out_stride,
-                  bool sum) const {
+                  bool sum, int64_t many) const {
     size_t i = 0;
     for (; number >= split.parts[i]; i++) number -= split.parts[i];
     const Product& product = products_[i];
@@ -54,7 +53,7 @@ void Bundle::part(const Split& split, int64_t number, const Input& in, int64_t t
     const bool plain = is_float(w.kind);
     const void* operand = plain ? static_cast<const void*>(in.x) : in.quantized;
     ktopt::product(w, operand, size_t(plain ? in.stride : in.quantized_stride), tokens, out + product.at, size_t(out_stride), sum,
-                   first, rows);
+                   first, rows, many);
     if (product.bias == nullptr) return;
     for (int64_t t = 0; t < tokens; t++) kernels().add(product.bias + first, rows, out + product.at + first + t * out_stride);
 }

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "linear.h"
+#include "gemm.h"
 
 namespace ktopt {
 
@@ -34,12 +34,14 @@ public:
     bool quantized() const { return quantized_; }
     const std::vector<Product>& products() const { return products_; }
 
-    // out[t * out_stride + i] = result i of input t, or += where `sum`.
-    void run(const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum, int threads) const;
+    // out[t * out_stride + i] = result i of input t, or += where `sum`. `many` is as gemm.h's product takes it.
+    void run(const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum, int threads,
+             int64_t many = MANY_TOKENS) const;
 
 private:
     struct Split;
-    void part(const Split& split, int64_t number, const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum) const;
+    void part(const Split& split, int64_t number, const Input& in, int64_t tokens, float* out, int64_t out_stride, bool sum,
+              int64_t many) const;
 
     std::vector<Product> products_;
     int64_t width_ = 0, bytes_ = 0;

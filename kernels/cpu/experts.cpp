@@ -244,7 +244,8 @@ private:
                 std::memcpy(gathered + size_t(t) * stride * item, from + size_t(tokens[t]) * stride * item, stride * item);
             operand = gathered;
         }
-        product(rows_of(weight, piece.begin, piece.rows), operand, stride, count, out, size_t(piece.rows), false, 0, piece.rows);
+        product(rows_of(weight, piece.begin, piece.rows), operand, stride, count, out, size_t(piece.rows), false, 0, piece.rows,
+                x_.many);
     }
 
     // A part has some of the output's columns, and sums them over all experts.
@@ -269,7 +270,7 @@ private:
         if (made == nullptr) return fail();
         const size_t item = group.inner_floats() ? sizeof(float) : sizeof(Activations);
         product(rows_of(group.expert->down, begin, count), inner_ + group.inner_at + size_t(start) * group.token_bytes(),
-                group.token_bytes() / item, tokens, made, size_t(count), false, 0, count);
+                group.token_bytes() / item, tokens, made, size_t(count), false, 0, count, x_.many);
         for (int64_t t = 0; t < tokens; t++) {
             const float weight = weight_[group.first + start + t];
             float* to = out_ + token_[group.first + start + t] * out_stride_ + begin;

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "linear.h"
+#include "gemm.h"
 
 namespace ktopt {
 
@@ -26,12 +26,14 @@ struct Experts {
 const char* refuses(const Experts& experts);
 
 // Tokens as float32 or bfloat16, (tokens, hidden). Who has them in 8 bits already gives that too, activation_blocks(hidden) for each
-// token; `numbers` may then be null unless the gate or up of an expert is in a floating-point type.
+// token; `numbers` may then be null unless the gate or up of an expert is in a floating-point type. `many` is as gemm.h's product
+// takes it.
 struct Hidden {
     int64_t tokens;
     const void* numbers;
     bool bfloat16;
     const Activations* quantized;
+    int64_t many = MANY_TOKENS;
 };
 
 // The router's choices: for each token `each` experts by number, int32 or int64, and their weights. shared_weights has one weight a

@@ -60,11 +60,11 @@ void quantize_tokens(const void* x, bool bfloat16, int64_t tokens, int64_t colum
 }
 
 void product(const Matrix& weight, const void* x, size_t x_stride, int64_t tokens, float* out, size_t out_stride, bool add,
-             int64_t first_row, int64_t rows) {
+             int64_t first_row, int64_t rows, int64_t many) {
     const Kernels& isa = kernels();
     const auto bytes = size_t(row_bytes(weight));
     const uint8_t* data = weight.data + size_t(first_row) * bytes;
-    if (tokens >= MANY_TOKENS && isa.product[weight.kind] != nullptr)
+    if (tokens >= many && isa.product[weight.kind] != nullptr)
         isa.product[weight.kind](data, bytes, rows, weight.columns, static_cast<const Activations*>(x), x_stride, tokens,
                                  out + first_row, out_stride, add);
     else if (add)

@@ -84,12 +84,14 @@ struct PagedLatents {
 
 // Rows that are the new tokens of several sequences, one sequence's after another's: those of sequence s are rows [firsts[s],
 // firsts[s + 1]), and `pasts[s]` tokens of it stand in the cache already. Page tables[s][i] holds its tokens from i * page_tokens on;
-// the pages of the new ones are there, and no other sequence reads them.
+// the pages of the new ones are there, and no other sequence reads them. Where `steady`, a row's result has the same bits whatever
+// other rows there are, and one or two rows take longer.
 struct Ragged {
     int64_t sequences;
     const int64_t *firsts, *pasts;
     const int32_t* const* tables;
     int64_t page_tokens;
+    bool steady;
 };
 
 // A paged cache of keys and values, each (pages, kv_heads, page_tokens, head_dim) of kind F32, F16 or BF16.

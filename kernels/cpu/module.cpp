@@ -161,7 +161,8 @@ PyMethodDef methods[] = {
      "starts, threads)"},
     {"run_mlp", fast(run_mlp), METH_FASTCALL, "run_mlp(layer, x, tokens, threads)"},
     {"run_paged", fast(run_paged), METH_FASTCALL,
-     "run_paged(layer, x, rows, cos, sin, kind, keys, values, pages, page_tokens, sequences, firsts, pasts, tables, threads)"},
+     "run_paged(layer, x, rows, cos, sin, kind, keys, values, pages, page_tokens, sequences, firsts, pasts, tables, threads, "
+     "steady)"},
     {"anchors", fast(make_anchors), METH_FASTCALL,
      "anchors(type, each, rows, max_blocks, tokens, dim, anchors, mean, codes, steps, signs, magnitude) -> object"},
     {"add_anchors", fast(call_add_anchors), METH_FASTCALL,

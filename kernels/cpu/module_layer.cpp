@@ -369,11 +369,12 @@ PyObject* run_latent_layer(PyObject*, PyObject* const* given, Py_ssize_t count) 
 
 // Rows of many sequences, of either attention; latents have no values.
 PyObject* run_paged(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    long long n[14];
-    const Layer* layer = layer_and("run_paged", given, count, 14, n);
+    long long n[15];
+    const Layer* layer = layer_and("run_paged", given, count, 15, n);
     if (layer == nullptr) return nullptr;
     const bool is_latent = layer->latent.shape.heads > 0;
-    const Ragged ragged{n[9], address<const int64_t>(n[10]), address<const int64_t>(n[11]), address<const int32_t* const>(n[12]), n[8]};
+    const Ragged ragged{n[9], address<const int64_t>(n[10]), address<const int64_t>(n[11]), address<const int32_t* const>(n[12]), n[8],
+                        n[14] != 0};
     const PagedKeyValues pages{int(n[4]), address<uint8_t>(n[5]), address<uint8_t>(n[6]), n[7]};
     const PagedLatents latents{{int(n[4]), address<const uint8_t>(n[5]), n[7], n[8]}, nullptr, 0, 0};
     Run run{address<float>(n[0]), 1, n[1], address<const float>(n[2]), address<const float>(n[3]), true, nullptr,

@@ -62,7 +62,7 @@ Input Slab::normed(const Norm& norm, const Bundle& bundle) {
 
 void Slab::residual(const Bundle& bundle, const Input& in, const Norm& norm) {
     const bool plain = norm.weight == nullptr;
-    bundle.run(in, count_, plain ? x_ : made_, layer_.hidden, plain, run_.threads);
+    bundle.run(in, count_, plain ? x_ : made_, layer_.hidden, plain, run_.threads, many());
     if (!plain) add_normed(norm);
 }
 
@@ -78,7 +78,7 @@ void Slab::dense_mlp() {
     const Mlp& m = layer_.mlp;
     const int64_t n = m.intermediate;
     float* both = results_;
-    m.gate_up.run(normed(layer_.before_mlp, m.gate_up), count_, both, 2 * n, false, run_.threads);
+    m.gate_up.run(normed(layer_.before_mlp, m.gate_up), count_, both, 2 * n, false, run_.threads, many());
     each_token(count_, run_.threads, [&](int64_t t) {
         float* gate = both + 2 * t * n;
         isa_.gated(m.activation, gate, gate + n, n, gate);
@@ -96,15 +96,15 @@ void Slab::routed_mlp() {
         isa_.rms_norm(x_ + t * hidden, layer_.before_mlp.weight, hidden, layer_.before_mlp.eps, normed_ + t * hidden);
         isa_.quantize(normed_ + t * hidden, hidden, quantized_ + t * activation_blocks(hidden));
     });
-    m.products.run(input(normed_, hidden), count_, products, width, false, run_.threads);
+    m.products.run(input(normed_, hidden), count_, products, width, false, run_.threads, many());
     each_token(count_, run_.threads, [&](int64_t t) {
         choose(m.routing, products + t * width, ids + t * chosen, weights + t * chosen);
         if (m.gated) shared[t] = 1.0f / (1.0f + std::exp(-products[t * width + m.routing.experts]));
     });
     const bool plain = layer_.after_mlp.weight == nullptr;
     const ExpertsResult result =
-        run_experts(*m.experts, {count_, normed_, false, quantized_}, {chosen, ids, false, weights, m.gated ? shared : nullptr},
-                    plain ? x_ : made_, hidden, plain, run_.threads);
+        run_experts(*m.experts, {count_, normed_, false, quantized_, many()},
+                    {chosen, ids, false, weights, m.gated ? shared : nullptr}, plain ? x_ : made_, hidden, plain, run_.threads);
     if (result.status != ExpertsResult::DONE) outcome_ = Outcome::no_memory;  // choose() names no others
     if (!plain) add_normed(layer_.after_mlp);
 }

@@ -52,6 +52,7 @@ private:
     void prepare(const Bundle& bundle, const float* x, int64_t width, int64_t t) {
         if (bundle.quantized()) isa_.quantize(x + t * width, width, quantized_ + t * activation_blocks(width));
     }
+    int64_t many() const { return run_.ragged != nullptr && run_.ragged->steady ? ANY_TOKENS : MANY_TOKENS; }
     // x += bundle(in), normed first where there is a norm.
     void residual(const Bundle& bundle, const Input& in, const Norm& norm);
     void add_normed(const Norm& norm);

@@ -52,7 +52,7 @@ void Slab::grouped_attention() {
     const Attention& a = layer_.attention;
     const int64_t width = a.qkv.width(), out_width = a.heads * a.head_dim;
     float *qkv = results_, *attended = results_ + count_ * width;
-    a.qkv.run(normed(layer_.before_attention, a.qkv), count_, qkv, width, false, run_.threads);
+    a.qkv.run(normed(layer_.before_attention, a.qkv), count_, qkv, width, false, run_.threads, many());
     std::atomic<bool> fit{true};
     each_token(count_, run_.threads, [&](int64_t t) {
         if (!remember(qkv + t * width, t)) fit = false;

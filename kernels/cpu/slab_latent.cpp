@@ -49,14 +49,14 @@ void Slab::latent_attention() {
     const int64_t heads = a.shape.heads, each_head = a.shape.nope + a.shape.rope, width = a.first.width();
     const int64_t query_width = heads * each_head, out_width = heads * a.shape.value;
     float *first = results_, *query = first + count_ * width, *attended = query + count_ * query_width;
-    a.first.run(normed(layer_.before_attention, a.first), count_, first, width, false, run_.threads);
+    a.first.run(normed(layer_.before_attention, a.first), count_, first, width, false, run_.threads, many());
     if (a.q_rank > 0) {
         each_token(count_, run_.threads, [&](int64_t t) {
             float* low = first + t * width;
             isa_.rms_norm(low, a.q_norm.weight, a.q_rank, a.q_norm.eps, low);
             if (a.second.quantized()) isa_.quantize(low, a.q_rank, quantized_ + t * activation_blocks(a.q_rank));
         });
-        a.second.run({first, width, quantized_, activation_blocks(a.q_rank)}, count_, query, query_width, false, run_.threads);
+        a.second.run({first, width, quantized_, activation_blocks(a.q_rank)}, count_, query, query_width, false, run_.threads, many());
     }
     std::atomic<bool> fit{true};
     each_token(count_, run_.threads, [&](int64_t t) {

@@ -41,6 +41,7 @@ def run_paged(fused: Fused, batch: PagedBatch, kept: torch.dtype | str, out_1SH:
         return "position embeddings of other tokens"
     kind = Q8_0_KIND if held.q8_0 else KINDS[held.dtype]
     cast(Any, fused.run_paged)(
-        out_1SH.data_ptr(), batch.rows, turn.cos, turn.sin, kind, *pool.addresses, *batch.addresses, torch.get_num_threads()
-    )
+        out_1SH.data_ptr(), batch.rows, turn.cos, turn.sin, kind, *pool.addresses, *batch.addresses, torch.get_num_threads(),
+        batch.steady,
+    )  # fmt: skip
     return ""

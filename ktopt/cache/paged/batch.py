@@ -27,13 +27,17 @@ class PagedBatch(Cache):
 
     firsts  where the rows of each piece begin, and at the end how many rows there are, int64 (N + 1)
     pasts   tokens of each sequence before its new ones, int64 (N)
+    steady  whether a row's result is to have the same bits whatever other rows there are
     tables  the address of each sequence's pages, int32, as int64 (N)
     """
 
     probing = False
 
-    def __init__(self, pieces: list[tuple[Sequence, int]], pools: dict[int, LayerPool], page_tokens: int) -> None:
+    def __init__(
+        self, pieces: list[tuple[Sequence, int]], pools: dict[int, LayerPool], page_tokens: int, steady: bool = False
+    ) -> None:
         super().__init__(layers=[])
+        self.steady = steady
         self.sequences = [sequence for sequence, _ in pieces]
         self.page_tokens, self.pools = page_tokens, pools
         self.tokens = [tokens for _, tokens in pieces]

@@ -68,6 +68,10 @@ class LayerPool:
     def values(self) -> torch.Tensor:
         return self.memory[1]
 
+    def page_bytes(self, page: int) -> list[torch.Tensor]:
+        """What a page holds, as bytes in place."""
+        return [held[page].view(-1).view(torch.uint8) for held in self.memory]
+
     def copy_page(self, source: int, target: int) -> None:
         """Have a page hold what another does."""
         for held in self.memory:

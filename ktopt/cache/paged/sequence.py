@@ -13,12 +13,13 @@ class Sequence:
     cached_tokens  how many of them it found there when it began
     """
 
-    __slots__ = ("_pages", "_table", "cached_tokens", "indexed", "released", "tokens")
+    __slots__ = ("_pages", "_table", "cached_tokens", "chain", "indexed", "released", "tokens")
 
     def __init__(self, tokens: list[int], pages: list[int]) -> None:
         self.tokens = tokens
         self.cached_tokens = len(tokens)
         self.indexed = 0  # whole pages that are in the index
+        self.chain = b""  # what the last of those is known by on disk
         self.released = False
         self._table = np.empty(max(16, 2 * len(pages)), dtype=np.int32)
         self._pages = 0
