@@ -230,7 +230,7 @@ def report_loads(made: dict[str, Any]) -> str:
             rows.append([
                 name, server, f"{of['out_tokens_per_s']:.1f}", f"{of['tokens_per_s']:.1f}",
                 f"{first['p50']:.0f}", f"{first['p95']:.0f}", f"{between['p50']:.1f}",
-                f"{between['p95']:.1f}", f"{cores['client']:.2f}", f"{of['most_foreign_cores']:.2f}",
+                f"{between['p95']:.1f}", f"{cores['client']:.3f}", f"{of['most_foreign_cores']:.2f}",
                 *(_ratio(said["ratio"], said["target"]) if server == "ktopt" else ("", "")),
             ])  # fmt: skip
     notes = "tokens a second, ms; client and others: cores that they used; ratio: tokens out a second to the faster llama-server's"

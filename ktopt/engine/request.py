@@ -34,7 +34,7 @@ class Sampling:
 
     temperature          0: the likeliest token. By default 0 where the generation config doesn't sample
     top_p, top_k, min_p  as transformers has them; top_k 0 and top_p 1 are no bound
-    repetition_penalty   over prompt and answer, as transformers has it
+    repetition_penalty   over prompt and answer, as transformers has it; a logit divided by less than 0.01 may be no number any more
     frequency_penalty,
     presence_penalty     over the answer, as OpenAI has them
     logit_bias           (token, what is added to its logit)
@@ -117,6 +117,7 @@ def check_sampling(sampling: Sampling, words: int) -> None:
         ("top_p", sampling.top_p, 0, 1),
         ("top_k", sampling.top_k, 0, math.inf),
         ("min_p", sampling.min_p, 0, 1),
+        ("repetition_penalty", sampling.repetition_penalty, 0.01, 100),
         ("frequency_penalty", sampling.frequency_penalty, -2, 2),
         ("presence_penalty", sampling.presence_penalty, -2, 2),
         ("logprobs", sampling.logprobs, 0, MOST_LOGPROBS),
@@ -124,8 +125,6 @@ def check_sampling(sampling: Sampling, words: int) -> None:
     for name, value, least, most in ranges:
         said = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
         _need(value is None or (least <= value <= most and not math.isinf(value)), f"{name} must be {said}, not {value}")
-    penalty = sampling.repetition_penalty
-    _need(penalty is None or 0 < penalty < math.inf, f"repetition_penalty must be more than 0, not {penalty}")
     _check_tokens("logit_bias", (token for token, _ in sampling.logit_bias), words)
     _need(all(-100 <= bias <= 100 for _, bias in sampling.logit_bias), "a bias of logit_bias must be from -100 to 100")
 

@@ -47,7 +47,7 @@ class Generation(Strict):
 
     top_k: int | None = Field(None, ge=0, le=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     ignore_eos: bool | None = None
 
     @model_validator(mode="after")
