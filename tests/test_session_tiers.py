@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,38 @@ def test_a_disk_that_is_full_while_tokens_are_decoded_makes_none_wrong(
         said, error = tokens_until_an_error(session, 40, lambda: monkeypatch.setattr(disk_module, "write_all", full), 2)
         assert said == expected[: len(said)]
         assert len(said) == 40 or "No space left" in error
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that holds 6 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small file system here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("at_token", [None, 0, 6])
+def test_a_real_disk_that_others_fill_makes_no_token_wrong(
+    model: Path, small_disk: Path, expected: list[int], at_token: int | None
+) -> None:
+    def fill() -> None:
+        with contextlib.suppress(OSError), (small_disk / "theirs").open("wb", buffering=0) as theirs:
+            while theirs.write(bytes(4096)):
+                pass
+
+    with opened(model, small_disk) as session:
+        if at_token is None:
+            fill()
+        said, error = tokens_until_an_error(session, 40, fill, -1 if at_token is None else at_token)
+        assert said == expected[: len(said)]
+        assert len(said) == 40 or ("No space left" if said else "there is room for 0.0 MB") in error
+        assert at_token is not None or error
+        (small_disk / "theirs").unlink()
+        assert list(session.generate(PROMPT, 40)) == expected
 
 
 def test_a_folder_that_can_not_be_written_to_is_refused_at_the_start(
