@@ -215,11 +215,12 @@ def long_settings(given: Mapping[str, Any]) -> LongContextSettings:
 
 def settle(long: LongContextSettings) -> LongContextSettings:
     """The settings with lengths in whole blocks, and with the defaults that hang on other keys. A cache holds the first blocks and
-    one more at least."""
+    one more at least, and a chunk is no longer than the cache."""
     block = long.block_size
     lengths = {name: -(-getattr(long, name) // block) * block for name in LENGTHS}
     lengths["max_seq_len"] = max(lengths["max_seq_len"], (sink_blocks(block) + 1) * block)
     anchors = long.anchor_num or anchors_of(long.anchor_type) or 1
+    lengths["chunk_size"] = min(long.chunk_size, lengths["max_seq_len"])
     return replace(long, **lengths, anchor_num=anchors, token_step=long.token_step or 1)
 
 

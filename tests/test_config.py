@@ -77,6 +77,7 @@ def test_what_is_left_out_has_a_default() -> None:
     ("max_seq_len: 32768", "max_seq_len", 32768),
     ("max_seq_len: 1", "max_seq_len", 256),
     ("max_seq_len: 5, block_size: 8", "max_seq_len", 72),
+    ("max_seq_len: 1000, chunk_size: 4096", "chunk_size", 1024),
     ("local_windows_len: 4000", "local_windows_len", 4096),
     ("max_seq_len: 8192", "local_windows_len", 4096),
     ("max_seq_len: 8192", "preselect_block_count", 31),
