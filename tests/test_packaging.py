@@ -48,7 +48,10 @@ def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-HEAVY = "torch transformers numpy networkx lark jsonschema rich regex gguf safetensors prompt_toolkit"
+HEAVY = (
+    "torch transformers numpy networkx lark jsonschema rich regex gguf safetensors prompt_toolkit fastapi uvicorn pydantic "
+    "prometheus_client"
+)
 
 
 def test_importing_ktopt_imports_nothing_heavy(tmp_path: Path) -> None:

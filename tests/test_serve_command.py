@@ -149,7 +149,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     made = tmp_path_factory.mktemp("tiny")
     model, tokenizer = make_model("llama"), make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>\n"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n'
+        "{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     tokenizer.save_pretrained(make_folder(made / "hf", model))
     make_gguf(made / "tiny.gguf", model)
     (made / "rules.yaml").write_text(
@@ -186,6 +192,26 @@ def test_the_command_line_of_its_tutorial_serves(served: Process) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in again) == made.choices[0].message.content
     with pytest.raises(openai.AuthenticationError):
         served.openai.with_options(api_key="other").models.list()
+
+
+def test_a_schema_and_a_required_tool_are_kept_to_by_a_model_that_knows_nothing(served: Process) -> None:
+    colour = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"], "additionalProperties": False}
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "colour", "strict": True, "schema": colour}}
+    tool: Any = {"type": "function", "function": {"name": "paint", "parameters": colour}}
+    message: Any = {"role": "user", "content": "x"}
+    made = served.openai.chat.completions.create(model="x", messages=[message], max_tokens=60, seed=1, response_format=shape)
+    assert json.loads(made.choices[0].message.content or "")["c"] in ("red", "blue")
+    assert made.choices[0].finish_reason == "stop"
+    called = served.openai.chat.completions.create(
+        model="x", messages=[message], max_tokens=100, seed=1, tools=[tool], tool_choice="required"
+    )
+    (call,) = called.choices[0].message.tool_calls or []
+    assert (call.function.name, called.choices[0].finish_reason) == ("paint", "tool_calls")
+    assert json.loads(call.function.arguments)["c"] in ("red", "blue")
+    shape["json_schema"]["schema"] = {"type": "nonsense"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.openai.chat.completions.create(model="x", messages=[message], response_format=shape)
+    assert (caught.value.code, caught.value.param) == ("invalid_schema", "response_format")
 
 
 def test_sigterm_lets_what_runs_end_and_ends_with_0(served: Process) -> None:
