@@ -111,6 +111,8 @@ def test_flags_that_ask_for_what_is_so_anyway_are_taken() -> None:
         (["--backend_type", "ktransformers", "--cache_lens", "5"], "is of the paged cache"),
         (["--mode", "long_context", "--backend_type", "balance_serve"], "leave out --backend_type"),
         (["--temperature", "-1"], "temperature"),
+        (["--backend_type", "ktransformers", "--prefix_folder", "x"], "is of the paged cache"),
+        (["--prefix_bytes", "5"], "is of --prefix_folder"),
         (["--web_cross_domain", "maybe"], "True or False"),
         (["--log_file", "/nowhere/x", "--port", "0"], "--log_file"),
         (["--host", "no.such.host.invalid", "r.yaml"], "--host no.such.host.invalid"),
@@ -257,6 +259,27 @@ def test_a_model_without_rules_has_those_of_ktopt_s_own(tiny: Path, started: lis
     assert served.plan.rule_file == "(rules of ktopt's own)"
     assert served.weight_bytes["cpu"] == served.plan.weight_bytes
     assert "without RULES" in capsys.readouterr().err
+
+
+def test_prompts_are_kept_for_when_the_server_starts_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktopt.engine.events import Finished
+    from ktopt.engine.request import Request
+
+    cached = []
+
+    def serves(engine: Any, settings: Any, served: Any, **_: Any) -> None:
+        ended = [
+            event for event in engine.stream(Request(prompt_ids=tuple(range(100)), max_tokens=1)) if isinstance(event, Finished)
+        ]
+        cached.append(ended[0].usage.cached_tokens)
+        engine.close()
+
+    monkeypatch.setattr("ktopt.server.running.serve", serves)
+    monkeypatch.setattr(serve, "_log_to", lambda *_: None)
+    given = ["serve", "--port", "0", "--weights", str(tiny / "tiny.gguf"), "--cache_lens", "256", "--page_size", "32", "--steady"]
+    for _ in range(2):
+        assert main([*given, "--prefix_folder", str(tmp_path / "kept"), "--prefix_bytes", "100000000"]) == 0
+    assert cached == [0, 96]
 
 
 def test_one_at_a_time_where_that_is_asked_for_or_all_that_a_model_can(

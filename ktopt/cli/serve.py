@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +24,14 @@ from ktopt.server.flags import add_ktransformers, take_over
 from ktopt.server.settings import DEFAULT_PORT, LOOPBACK, Sampled, Served, Settings
 
 if TYPE_CHECKING:
+    from ktopt.cache.paged import PrefixFolder
     from ktopt.engine.engine import Engine
 
 SINGLE, BATCH = "ktransformers", "balance_serve"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CACHE_TOKENS = 16_384
+PREFIX_BYTES = 8 << 30
+PAGED_ALONE = ("cache_lens", "page_size", "steady", "prefix_folder", "prefix_bytes")
 OWN_RULES = "(rules of ktopt's own)"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MOST = 1 << 30
@@ -35,6 +39,7 @@ _COUNTS = ("cache_lens", "page_size", "max_batch_size", "max_waiting", "max_new_
 _RANGES: dict[str, tuple[float, int]] = {
     "port": (0, 65535),
     **dict.fromkeys((*_COUNTS, "max_choices", "max_streams", "chunk_size"), (1, MOST)),
+    "prefix_bytes": (1, 1 << 50),
     "drain_s": (0, MOST),
     "read_timeout_s": (0.1, MOST),
 }
@@ -59,6 +64,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache_lens", type=int, metavar="N", help=f"tokens that the paged cache holds (default {CACHE_TOKENS:,})")
     group.add_argument("--page_size", type=int, metavar="N", help="tokens of a page of that cache (default 64)")
     group.add_argument("--max_batch_size", type=int, default=16, metavar="N", help="answers written at once, at most (default 16)")
+    group.add_argument("--steady", action="store_true", help="answers have the same bits whoever else is answered; slower alone")
+    group.add_argument("--prefix_folder", metavar="DIR", help="keep pages of prompts there, for when the server starts again")
+    group.add_argument("--prefix_bytes", type=int, metavar="N", help=f"bytes that they may take (default {PREFIX_BYTES:,})")
     group.add_argument("--max_waiting", type=int, default=256, metavar="N", help="requests that may wait (default 256)")
 
 
@@ -119,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     threads = parse_threads(args.threads, args.affinity)
     threads.stay_on_cores()
     from ktopt.long_context.rules import rules_for
-    from ktopt.server.running import bound, serve
+    from ktopt.server.running import bound
 
     bound(settings).close()  # what can't be bound is told before weights are loaded
     _log_to(args.log_file, args.log_level)
@@ -127,12 +135,20 @@ def run(args: argparse.Namespace) -> int:
         args.rules = replace(rules_for(model_argument(args), args.device or "cpu"), path=OWN_RULES)
         _tell(f"without RULES, by those that ktopt has for any model on {args.device or 'cpu'}")
     loaded = load(args, threads)
-    engine = _engine(args, loaded)
+    with ExitStack() as kept:
+        _serve(args, loaded, _engine(args, loaded, kept), settings, certificate)
+    return 0
+
+
+def _serve(
+    args: argparse.Namespace, loaded: Loaded, engine: Engine, settings: Settings, certificate: tuple[str, str] | None
+) -> None:
+    from ktopt.server.running import serve
+
     _tell(f"loaded in {loaded.seconds:.2f} s; {_engine_line(engine)}")
     if settings.host not in LOOPBACK and settings.api_key is None:
         _tell(f"warning: listening at {settings.host} without --api_key: whoever reaches this port can use the model")
     serve(engine, settings, _served(args, loaded), certificate=certificate, ready=lambda at: _tell(f"serving at {at}/v1"))
-    return 0
 
 
 def _tell(text: str) -> None:
@@ -188,8 +204,10 @@ def _check(args: argparse.Namespace, settings: Settings) -> None:
     if args.mode == LONG_CONTEXT and args.backend_type is not None:
         raise UsageError(f"--mode {LONG_CONTEXT} has an engine of its own; leave out --backend_type")
     paged = args.backend_type != SINGLE and args.mode != LONG_CONTEXT
-    if not paged and (given := [name for name in ("cache_lens", "page_size") if getattr(args, name) is not None]):
+    if not paged and (given := [name for name in PAGED_ALONE if getattr(args, name)]):
         raise UsageError(f"--{given[0]} is of the paged cache, which --backend_type {BATCH} has")
+    if args.prefix_bytes is not None and args.prefix_folder is None:
+        raise UsageError("--prefix_bytes is of --prefix_folder, which isn't given")
     usual = settings.sampled
     try:
         check_sampling(
@@ -227,8 +245,8 @@ class _Lines(logging.Formatter):
         return record.getMessage() if record.name == "ktopt.access" else super().format(record)
 
 
-def _engine(args: argparse.Namespace, loaded: Loaded) -> Engine:
-    """The engine that the arguments ask for."""
+def _engine(args: argparse.Namespace, loaded: Loaded, kept: ExitStack) -> Engine:
+    """The engine that the arguments ask for; `kept` closes what must outlive it."""
     if args.mode == LONG_CONTEXT:
         from ktopt.engine.single import SingleEngine
         from ktopt.long_context.session import LongContextSession
@@ -240,7 +258,7 @@ def _engine(args: argparse.Namespace, loaded: Loaded) -> Engine:
 
         why = cannot_page(loaded.model)
         if not why:
-            return _batch_engine(args, loaded)
+            return _batch_engine(args, loaded, kept)
         if args.backend_type == BATCH:
             raise KtoptError(f"--backend_type {BATCH}: {why}; --backend_type {SINGLE} serves this model, one request at a time")
         _tell(f"one request at a time, as {why}")
@@ -249,16 +267,30 @@ def _engine(args: argparse.Namespace, loaded: Loaded) -> Engine:
     return SingleEngine(loaded.model, loaded.tokenizer, max_waiting=args.max_waiting)
 
 
-def _batch_engine(args: argparse.Namespace, loaded: Loaded) -> Engine:
+def _batch_engine(args: argparse.Namespace, loaded: Loaded, kept: ExitStack) -> Engine:
     from ktopt.cache.paged import PagedCache
     from ktopt.engine.batch import BatchEngine
 
     pages = {"page_tokens": args.page_size} if args.page_size else {}
-    cache = PagedCache(loaded.model, tokens=args.cache_lens or CACHE_TOKENS, **pages)
+    tokens = args.cache_lens or CACHE_TOKENS
+    cache = PagedCache(loaded.model, tokens=tokens, steady=args.steady, prefixes=_prefixes(args, loaded), **pages)
+    kept.callback(cache.close)
     chunk = {"chunk_size": args.chunk_size} if args.chunk_size else {}
     return BatchEngine(
         loaded.model, loaded.tokenizer, cache, max_running=args.max_batch_size, max_waiting=args.max_waiting, **chunk
     )
+
+
+def _prefixes(args: argparse.Namespace, loaded: Loaded) -> PrefixFolder | None:
+    """The folder of --prefix_folder, for this model alone."""
+    if args.prefix_folder is None:
+        return None
+    from ktopt.cache.paged import PrefixFolder
+    from ktopt.config import LongContextSettings
+    from ktopt.long_context.identity import model_hash
+
+    found = model_hash(loaded.model.ktopt_plan, loaded.weights or loaded.name, LongContextSettings())
+    return PrefixFolder(args.prefix_folder, model_hash=found, quota_bytes=args.prefix_bytes or PREFIX_BYTES)
 
 
 def _engine_line(engine: Engine) -> str:
