@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,11 +24,12 @@ TOKENIZER = make_tokenizer()
 
 
 class BooksOnly(PagedCache):
-    """A paged cache without memory."""
+    """A paged cache without memory, whose pages may be small."""
 
     def __init__(self, pages: int, page_tokens: int) -> None:
+        with patch("ktopt.cache.paged.cache.ModelCall"), patch("ktopt.cache.paged.cache.shapes_of", return_value={}):
+            super().__init__(None, tokens=16, page_tokens=16)
         self.page_tokens, self.allocator = page_tokens, PageAllocator(pages, page_tokens)
-        self.pools, self.bytes_per_token, self._sequences = {}, 1, set()
 
 
 def logits_after(tokens: list[int]) -> torch.Tensor:

@@ -209,6 +209,8 @@ def test_who_raises_in_a_callback_is_cancelled(engine: SingleEngine) -> None:
         (request(tokens=0), "invalid_request", "max_tokens must be at least 1, not 0"),
         (request(n=0), "invalid_request", "n must be from 1 to 128, not 0"),
         (request(stop=("a", "")), "invalid_request", "can't be empty"),
+        (request(stop=("a",) * 65), "invalid_request", "may be 64 stop texts, and here are 65"),
+        (request(stop=("a" * 1025,)), "invalid_request", "may have 1024 characters, and one has 1025"),
         (request(sampling=Sampling(temperature=-1)), "invalid_request", "temperature must be from 0 to 100, not -1"),
         (request(sampling=Sampling(temperature=float("nan"))), "invalid_request", "temperature must be from 0 to 100, not nan"),
         (request(sampling=Sampling(top_p=1.5)), "invalid_request", "top_p must be from 0 to 1, not 1.5"),

@@ -281,3 +281,16 @@ def test_whatever_happens_books_stay_right_and_everything_ends(monkeypatch: Any,
     totals = engine.status().totals
     assert set(totals.refused) <= {"no_room", "queue_full"}
     assert totals.requests == totals.finished + totals.cancelled + totals.failed == len(asked)
+
+
+def test_a_prompt_that_waits_for_pages_isnt_looked_up_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(monkeypatch, pages=10, page_tokens=4)
+    submit(engine, ask(range(20), 17))
+    step(engine)
+    waiting, _ = submit(engine, ask(range(100, 120), 5))
+    looked, sequence = [], engine.cache.sequence
+    monkeypatch.setattr(engine.cache, "sequence", lambda ids: looked.append(len(ids)) or sequence(ids))
+    step(engine, 12)
+    assert looked == [20]
+    finish(engine)
+    assert waiting.done

@@ -17,6 +17,8 @@ RETRY: tuple[Code, ...] = ("queue_full", "shutting_down")
 """Refusals that the same request may not meet later."""
 MOST_LOGPROBS = 20
 MOST_CHOICES = 128
+MOST_STOPS = 64
+LONGEST_STOP = 1024
 
 
 class Refused(KtoptError):
@@ -97,6 +99,9 @@ def check_request(request: Request, words: int, context_tokens: int) -> None:
     _need(request.max_tokens >= 1, f"max_tokens must be at least 1, not {request.max_tokens}")
     _need(1 <= request.n <= MOST_CHOICES, f"n must be from 1 to {MOST_CHOICES}, not {request.n}")
     _need(all(request.stop), "a stop text can't be empty")
+    long = max(map(len, request.stop), default=0)
+    _need(len(request.stop) <= MOST_STOPS, f"there may be {MOST_STOPS} stop texts, and here are {len(request.stop)}")
+    _need(long <= LONGEST_STOP, f"a stop text may have {LONGEST_STOP} characters, and one has {long}")
     _check_tokens("prompt", request.prompt_ids, words)
     _check_tokens("stop_ids", request.stop_ids, words)
     check_sampling(request.sampling, words)

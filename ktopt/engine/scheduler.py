@@ -76,6 +76,7 @@ class Scheduler:
     def __init__(self, cache: Pages, max_rows: int, chunk_size: int) -> None:
         self.cache, self.max_rows, self.chunk_size = cache, max_rows, chunk_size
         self.runs: dict[Job, Run] = {}
+        self._denied: tuple[Job, int] | None = None  # who found no room, and how many pages were free
 
     def check(self, request: Request) -> None:
         """Refused where a request can't run even alone."""
@@ -106,8 +107,8 @@ class Scheduler:
         return sum(len(run.job.open_answers) for run in self.runs.values())
 
     def admit(self, job: Job) -> bool:
-        """Admit a request if there is room for it now."""
-        if self.rows + job.request.n > self.max_rows:
+        """Admit a request if there is room for it now. Where there was none, its prompt is looked up again once pages come free."""
+        if self.rows + job.request.n > self.max_rows or self._denied == (job, self.cache.free_pages):
             return False
         tokens, forks = _tokens(job.request), self._pages_of_forks(job.request)
         promised = sum(run.promised for run in self.runs.values())
@@ -119,6 +120,7 @@ class Scheduler:
         finally:
             if job not in self.runs:
                 self.cache.release(sequence)
+                self._denied = (job, self.cache.free_pages)
         return job in self.runs
 
     def plan(self) -> list[Part]:
