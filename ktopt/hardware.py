@@ -8,17 +8,19 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ktopt.cards import CARDS, USUAL, card_named, card_sold_as
 from ktopt.diagnostics import KtoptError, UsageError
-from ktopt.placement import DEVICE_KINDS, Device, Hardware, canonical_device
+from ktopt.placement import DEVICE_KINDS, Device, Hardware, Speed, canonical_device
 
 FILE_FORMAT = """\
 --hardware names the machine that is planned for: "here" (this one), a preset, or a file that describes it.
 
-A preset is "cpu" or COUNTxSIZE, with RAM after a plus sign where it matters: 8x80GB, 1x24GB+128GB. Sizes in presets are GiB, as GPU
-makers mean them.
+A preset is "cpu", COUNTxSIZE or COUNTxCARD, with RAM after a plus sign where it matters: 8x80GB, 1x24GB+128GB, 2x3090+128GB, 8xH100.
+Sizes in presets are GiB, as GPU makers mean them.
 
 A file is what `ktopt doctor --json` prints on the machine, or a mapping in YAML or JSON:
 
@@ -29,6 +31,16 @@ A file is what `ktopt doctor --json` prints on the machine, or a mapping in YAML
     devices:
       - {name: "cuda:0", memory: 24GiB, model: RTX 4090, sm: 89}
       - {name: cuda, count: 4, memory: 80GiB, sm: 90}      # the next four: cuda:1 to cuda:4
+
+How fast it is, for `ktopt place`; `ktopt profile` measures it. All of it may be left out. Beside `name`, of the CPU and main memory,
+and in an entry of devices:
+
+    bandwidth: 936                  # GB/s at which it reads its memory
+    link: 25                        # of devices: GB/s between its memory and main memory, one way
+    link_latency: 10                # of devices: microseconds before a transfer's first byte
+    op_latency: 5                   # microseconds that an operation takes beside its work
+    matvec: {Q4_K: 610}             # GB/s of weights in products with one token, by storage type or dtype
+    matmul: {bfloat16: 71000}       # GFLOP/s in products with many tokens, by storage type or dtype
 """
 
 GIB = 1 << 30
@@ -37,16 +49,11 @@ MAX_DEVICES = 256
 MAX_DEPTH = 16
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_PRESET = re.compile(r"(?:cpu|(\d{1,3})x(\d{1,4})GB)(?:\+(\d{1,6})([GT])B)?", re.IGNORECASE)
-_TYPICAL_CARD = {
-    24: ("24 GB card", 89),
-    40: ("40 GB card", 80),
-    48: ("48 GB card", 89),
-    80: ("80 GB card", 90),
-    141: ("141 GB card", 90),
-}
+_PRESET = re.compile(r"(?:cpu|(\d{1,3})x(?:(\d{1,4})GB|([\w-]+)))(?:\+(\d{1,6})([GT])B)?", re.IGNORECASE)
+_SPEEDS = {"bandwidth": "bandwidth_gbs", "op_latency": "op_us", "matvec": "matvec_gbs", "matmul": "matmul_gflops"}
+_LINK_SPEEDS = {"link": "link_gbs", "link_latency": "link_us"}
 PRESETS = ("cpu", "1x24GB", "2x24GB", "4x24GB", "8x24GB", "1x48GB", "1x80GB", "2x80GB", "4x80GB", "8x80GB")
-"""Presets to suggest; any COUNTxSIZE works."""
+"""Presets to suggest; any COUNTxSIZE works, and COUNT times a card of cards.py."""
 
 
 def load_hardware(text: str) -> Hardware:
@@ -59,22 +66,29 @@ def load_hardware(text: str) -> Hardware:
     path = Path(text)
     if not path.exists():
         raise UsageError(
-            f"--hardware {text}: no such file, and no preset; presets are {', '.join(PRESETS)} (any COUNTxSIZE), or here"
+            f"--hardware {text}: no such file, and no preset; presets are {', '.join(PRESETS)} (any COUNTxSIZE, or "
+            f"COUNT times one of {', '.join(card.name for card in CARDS)}), or here"
         )
     return read_hardware(path)
 
 
 def preset(text: str) -> Hardware | None:
-    """The machine of a preset name, or None where `text` is none. Compute capability is that of the usual card of that size."""
+    """The machine of a preset name, or None where `text` is none. A size alone has the compute capability and the speed of the usual
+    card of that size."""
     found = _PRESET.fullmatch(text)
     if not found:
         return None
-    count, size, ram = (int(group or 0) for group in found.groups()[:3])
-    ram *= 1024 if (found[4] or "").upper() == "T" else 1
+    count, size, ram = (int(group or 0) for group in found.group(1, 2, 4))
+    ram *= 1024 if (found[5] or "").upper() == "T" else 1
+    card = card_named(found[3]) if found[3] else card_named(USUAL.get(size, ""))
+    if found[3] and card is None:
+        return None
+    size = card.memory_gib if card is not None else size
     if found[1] is not None and (not 0 < count <= MAX_DEVICES or not size):
         raise UsageError(f"--hardware {text}: a preset has 1 to {MAX_DEVICES} cards, of 1 GB at least")
-    model, sm = _TYPICAL_CARD.get(size, (f"{size} GB card", 80))
-    devices = tuple(Device(f"cuda:{i}", size * GIB, model, sm) for i in range(count))
+    model = card.name if card is not None and found[3] else f"{size} GB card"
+    speed = Speed(card.bandwidth_gbs, card.link_gbs) if card is not None else Speed()
+    devices = tuple(Device(f"cuda:{i}", size * GIB, model, card.sm if card is not None else 80, speed) for i in range(count))
     return Hardware(text, devices, ram_bytes=ram * GIB)
 
 
@@ -95,7 +109,7 @@ def read_hardware(path: Path) -> Hardware:
         raise KtoptError(f"{path}: a hardware file is a mapping with name, ram, cores, cpu_features and devices")
     if "gpus" in data and "ktopt" in data:
         data = _from_doctor(data)
-    _known_keys(path, "", data, ("name", "ram", "cores", "cpu_features", "devices"))
+    _known_keys(path, "", data, ("name", "ram", "cores", "cpu_features", "devices", *_SPEEDS))
     devices: list[Device] = []
     entries = data.get("devices") or []
     if not isinstance(entries, list):
@@ -114,6 +128,7 @@ def read_hardware(path: Path) -> Hardware:
         ram_bytes=_size(path, "ram", data.get("ram", 0)),
         cores=_count(path, "cores", data.get("cores", 0), 0, 1 << 16),
         cpu_features=frozenset(features),
+        speed=_read_speed(path, "", data, _SPEEDS),
     )
 
 
@@ -135,7 +150,7 @@ def _from_doctor(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _read_devices(path: Path, where: str, entry: Any, before: list[Device]) -> list[Device]:
     if not isinstance(entry, dict):
         raise KtoptError(f"{path}: {where} must be a mapping with name and memory")
-    _known_keys(path, where + ".", entry, ("name", "memory", "model", "sm", "count"))
+    _known_keys(path, where + ".", entry, ("name", "memory", "model", "sm", "count", *_SPEEDS, *_LINK_SPEEDS))
     name = entry.get("name")
     if not isinstance(name, str):
         raise KtoptError(f'{path}: {where} needs a name, such as "cuda:0"')
@@ -152,7 +167,8 @@ def _read_devices(path: Path, where: str, entry: Any, before: list[Device]) -> l
     else:
         names = [name]
     try:
-        made = [Device(canonical_device(n), memory, str(entry.get("model", "")), sm) for n in names]
+        speed = _read_speed(path, f"{where}.", entry, {**_SPEEDS, **_LINK_SPEEDS})
+        made = [_known_card(Device(canonical_device(n), memory, str(entry.get("model", "")), sm, speed)) for n in names]
     except ValueError as error:
         raise KtoptError(f"{path}: {where}: {error}") from None
     taken = {d.name for d in before}
@@ -162,6 +178,41 @@ def _read_devices(path: Path, where: str, entry: Any, before: list[Device]) -> l
         if device.name in taken:
             raise KtoptError(f"{path}: {where}: {device.name} is given twice")
     return made
+
+
+def _read_speed(path: Path, where: str, data: Mapping[str, Any], keys: Mapping[str, str]) -> Speed:
+    """The speeds of a hardware file's mapping: numbers, or mappings of them by type. KtoptError for what is none."""
+    values: dict[str, Any] = {}
+    for key, name in keys.items():
+        value = data.get(key)
+        if value is None:
+            continue
+        if key in ("matvec", "matmul"):
+            if not isinstance(value, dict):
+                raise KtoptError(f"{path}: {where}{key} must be a mapping of types and numbers, such as {{Q4_K: 610}}")
+            values[name] = {str(kind): _positive(path, f"{where}{key}.{kind}", each) for kind, each in value.items()}
+        else:
+            values[name] = _positive(path, f"{where}{key}", value)
+    return Speed(**values)
+
+
+def _positive(path: Path, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise KtoptError(f"{path}: {key} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def _known_card(device: Device) -> Device:
+    """The device with its maker's bandwidth and link, where it is a card that is known and nothing else says them."""
+    card = card_sold_as(device.model, device.memory_bytes) if device.model else None
+    if card is None:
+        return device
+    speed = replace(
+        device.speed,
+        bandwidth_gbs=device.speed.bandwidth_gbs or card.bandwidth_gbs,
+        link_gbs=device.speed.link_gbs or card.link_gbs,
+    )
+    return replace(device, speed=speed)
 
 
 def _known_keys(path: Path, where: str, data: Mapping[Any, Any], known: tuple[str, ...]) -> None:
@@ -281,5 +332,5 @@ def parse_nvidia(listed: str) -> tuple[Device, ...]:
         if len(fields) == 4 and fields[0].isdecimal() and fields[2].isdecimal():
             major, _, minor = fields[3].partition(".")
             sm = int(major + minor) if (major + minor).isdecimal() else None
-            devices.append(Device(f"cuda:{fields[0]}", int(fields[2]) << 20, fields[1], sm))
+            devices.append(_known_card(Device(f"cuda:{fields[0]}", int(fields[2]) << 20, fields[1], sm)))
     return tuple(devices)

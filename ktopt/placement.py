@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DEVICE_KINDS = ("cpu", "cuda", "npu", "xpu", "mps")
@@ -56,6 +57,26 @@ class Working:
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a device is; 0, or no entry, where that isn't known.
+
+    bandwidth_gbs   GB/s at which it reads its memory
+    link_gbs        GB/s between its memory and main memory, one way
+    link_us         microseconds before a transfer's first byte
+    op_us           microseconds that an operation takes beside its work
+    matvec_gbs      GB/s of weights in products with one token, by storage type or dtype
+    matmul_gflops   GFLOP/s in products with many tokens, by storage type or dtype
+    """
+
+    bandwidth_gbs: float = 0.0
+    link_gbs: float = 0.0
+    link_us: float = 0.0
+    op_us: float = 0.0
+    matvec_gbs: Mapping[str, float] = field(default_factory=dict, hash=False)
+    matmul_gflops: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One device of a machine. `sm` is a CUDA compute capability times ten (89 for 8.9)."""
 
@@ -63,6 +84,7 @@ class Device:
     memory_bytes: int
     model: str = ""
     sm: int | None = None
+    speed: Speed = Speed()
 
     @property
     def kind(self) -> str:
@@ -71,13 +93,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine, detected, described in a file, or a preset: its accelerators, RAM, cores and CPU features ("avx512_vnni")."""
+    """A machine, detected, described in a file, or a preset: its accelerators, RAM, cores and CPU features ("avx512_vnni").
+    `speed` is that of the CPU and main memory."""
 
     name: str
     devices: tuple[Device, ...] = ()
     ram_bytes: int = 0
     cores: int = 0
     cpu_features: frozenset[str] = field(default=frozenset())
+    speed: Speed = Speed()
 
     def has(self, device: str) -> bool:
         return device == "cpu" or any(d.name == device for d in self.devices)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ktopt.cards import card_sold_as
 from ktopt.diagnostics import KtoptError
 from ktopt.hardware import GIB, cpu_features, detect, load_hardware, nvidia_devices, parse_nvidia, parse_size, ram_bytes
 
@@ -148,3 +149,65 @@ def test_cards_come_from_nvidia_smi(tmp_path: Path) -> None:
     assert [(d.name, d.sm) for d in nvidia_devices(str(script))] == [("cuda:0", 90), ("cuda:1", 89)]
     assert nvidia_devices("no-such-command-here") == ()
     assert parse_nvidia("0, X, 100, [N/A]")[0].sm is None
+
+
+def test_a_preset_may_name_a_card_with_what_its_maker_publishes() -> None:
+    machine = load_hardware("2x3090+128GB")
+    assert [(d.name, d.model, d.memory_bytes // GIB, d.sm) for d in machine.devices] == [
+        ("cuda:0", "3090", 24, 86),
+        ("cuda:1", "3090", 24, 86),
+    ]
+    assert (machine.devices[0].speed.bandwidth_gbs, machine.devices[0].speed.link_gbs) == (936, 31.5)
+    assert machine.ram_bytes == 128 * GIB
+    assert load_hardware("8xA100-80").devices[7].memory_bytes == 80 * GIB
+    assert load_hardware("1xmi300x").devices[0].sm is None
+    assert load_hardware("1x24GB").devices[0].speed.bandwidth_gbs == 1008
+    assert load_hardware("1x20GB").devices[0].speed.bandwidth_gbs == 0
+    with pytest.raises(KtoptError, match=r"COUNT times one of T4, .*MI300X"):
+        load_hardware("2x3095")
+
+
+@pytest.mark.parametrize(
+    ("model", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "4070TiSuper"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3060 Ti", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_a_card_is_known_by_the_name_that_its_driver_gives(model: str, card: str | None) -> None:
+    found = card_sold_as(model, 40 * GIB if "40GB" in model else 80 * GIB)
+    assert (found.name if found else None) == card
+
+
+def test_a_file_says_how_fast_things_are(tmp_path: Path) -> None:
+    text = (
+        "bandwidth: 80\nmatvec: {Q4_K: 41.5}\ndevices:\n"
+        "  - {name: 'cuda:0', memory: 24GiB, link: 25, link_latency: 8, op_latency: 4, matmul: {bfloat16: 70000}}\n"
+        "  - {name: 'cuda:1', memory: 24GiB, model: RTX 3090, bandwidth: 900}\n"
+    )
+    machine = load_hardware(written(tmp_path, text))
+    assert (machine.speed.bandwidth_gbs, machine.speed.matvec_gbs) == (80, {"Q4_K": 41.5})
+    first, second = (d.speed for d in machine.devices)
+    assert (first.link_gbs, first.link_us, first.op_us, first.matmul_gflops) == (25, 8, 4, {"bfloat16": 70000})
+    assert (second.bandwidth_gbs, second.link_gbs) == (900, 31.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bandwidth: fast", "bandwidth must be a number above 0, not 'fast'"),
+        ("matvec: 5", "matvec must be a mapping of types"),
+        ("link: 5", "unknown key link"),
+        ("devices: [{name: cuda, memory: 1GB, op_latency: -1}]", r"devices\[0\].op_latency must be a number above 0"),
+    ],
+)
+def test_a_speed_that_is_none_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(KtoptError, match=message):
+        load_hardware(written(tmp_path, text))
