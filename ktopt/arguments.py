@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ktopt.config import Config
     from ktopt.placement import Hardware
 
-OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config", "mode")
+OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config", "mode", "context")
 """Keyword arguments of check and compile."""
 
 
@@ -77,7 +77,7 @@ def model_given(model: Any) -> Any:
 
 
 def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """device, dtype, hardware, remap, chunk_size, config and mode as PlanOptions takes them; what isn't given is left out."""
+    """device, dtype, hardware, remap, chunk_size, config, mode and context as PlanOptions takes them, without what isn't given."""
     read: dict[str, Any] = {
         "device": _device,
         "dtype": _dtype,
@@ -86,14 +86,15 @@ def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
         "chunk_size": _count,
         "config": config_given,
         "mode": str,
+        "context": lambda number: _count(number, "context"),
     }
     return {name: read[name](value) for name, value in options.items() if value is not None}
 
 
-def _count(number: Any) -> int:
+def _count(number: Any, name: str = "chunk_size") -> int:
     if isinstance(number, int) and not isinstance(number, bool):
         return number
-    raise UsageError(f"chunk_size is a number of tokens, not {_what(number)}")
+    raise UsageError(f"{name} is a number of tokens, not {_what(number)}")
 
 
 def config_given(config: Any) -> Config:

@@ -69,6 +69,7 @@ def run_stages(
     chunk_size: int | None = None,
     config: Any = None,
     mode: str | None = None,
+    context: int | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -81,7 +82,7 @@ def run_stages(
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
     asked = {
         "device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config,
-        "mode": mode,
+        "mode": mode, "context": context,
     }  # fmt: skip
     given = options_given(asked)
     options = None
@@ -124,6 +125,10 @@ def _on_model(
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
     stored = _stored(ruleset, model, weights, graph, wants_plan)
     storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
+    if ruleset.auto is not None and options.hardware is not None and wants_plan:
+        from ktopt.placing.place import place_automatically
+
+        ruleset = place_automatically(ruleset, graph, options.hardware, options, stored, report)
     matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
     if weights is not None:
@@ -155,7 +160,7 @@ def _stored(
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
     """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size,
-    config, mode, as run_stages'."""
+    config, mode, context, as run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 

@@ -19,8 +19,11 @@ from ktopt.placement import DEVICE_KINDS, Device, Hardware, Speed, canonical_dev
 FILE_FORMAT = """\
 --hardware names the machine that is planned for: "here" (this one), a preset, or a file that describes it.
 
-A preset is "cpu", COUNTxSIZE or COUNTxCARD, with RAM after a plus sign where it matters: 8x80GB, 1x24GB+128GB, 2x3090+128GB, 8xH100.
-Sizes in presets are GiB, as GPU makers mean them.
+A preset is "cpu", COUNTxSIZE or COUNTxCARD, with RAM after a plus sign where it matters: 8x80GB, 1x24GB+128GB, 2x3090+128GB. Sizes
+in presets are GiB, as GPU makers mean them.
+
+An entry of devices in a file may also have `link`, GB/s between its memory and main memory, and `link_latency`, microseconds before
+a transfer's first byte. A card that is known by its `model` has its maker's bandwidth.
 
 A file is what `ktopt doctor --json` prints on the machine, or a mapping in YAML or JSON:
 
@@ -31,16 +34,11 @@ A file is what `ktopt doctor --json` prints on the machine, or a mapping in YAML
     devices:
       - {name: "cuda:0", memory: 24GiB, model: RTX 4090, sm: 89}
       - {name: cuda, count: 4, memory: 80GiB, sm: 90}      # the next four: cuda:1 to cuda:4
-
-How fast it is, for `ktopt place`; `ktopt profile` measures it. All of it may be left out. Beside `name`, of the CPU and main memory,
-and in an entry of devices:
-
-    bandwidth: 936                  # GB/s at which it reads its memory
-    link: 25                        # of devices: GB/s between its memory and main memory, one way
-    link_latency: 10                # of devices: microseconds before a transfer's first byte
-    op_latency: 5                   # microseconds that an operation takes beside its work
-    matvec: {Q4_K: 610}             # GB/s of weights in products with one token, by storage type or dtype
-    matmul: {bfloat16: 71000}       # GFLOP/s in products with many tokens, by storage type or dtype
+    # how fast it is, for ktopt place; all of it may be left out, and devices may have the same keys
+    bandwidth: 80                   # GB/s at which main memory is read
+    op_latency: 2                   # microseconds that an operation takes beside its work
+    matvec: {Q4_K: 62}              # GB/s of weights in products with one token, by storage type or dtype
+    matmul: {bfloat16: 1900}        # GFLOP/s in products with many tokens, likewise
 """
 
 GIB = 1 << 30
@@ -73,8 +71,8 @@ def load_hardware(text: str) -> Hardware:
 
 
 def preset(text: str) -> Hardware | None:
-    """The machine of a preset name, or None where `text` is none. A size alone has the compute capability and the speed of the usual
-    card of that size."""
+    """The machine of a preset name, or None where `text` is none. A size alone has the compute capability and the speed of the
+    usual card of that size."""
     found = _PRESET.fullmatch(text)
     if not found:
         return None

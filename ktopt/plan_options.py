@@ -31,6 +31,7 @@ class PlanOptions:
     chunk_size  tokens of a prompt that attention takes at a time, instead of what rules say; None leaves it to them
     config   a long-context config, whose sections join the rule file's
     mode     one of MODES
+    context  tokens that `place: auto` makes room for; None leaves it to its own number
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
@@ -40,11 +41,14 @@ class PlanOptions:
     chunk_size: int | None = None
     config: Config | None = None
     mode: str = "normal"
+    context: int | None = None
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 1:
             raise UsageError(f"chunk_size: a number of tokens from 1 on, not {self.chunk_size}")
+        if self.context is not None and self.context < 1:
+            raise UsageError(f"context: a number of tokens from 1 on, not {self.context}")
         check_mode(self.mode)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")

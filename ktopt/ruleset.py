@@ -72,6 +72,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Auto:
+    """`place: auto`: what nothing else places goes where ktopt finds it best for the machine."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
 class RuleSet:
     """A whole rule file, imports included, in order of precedence.
 
@@ -80,6 +87,7 @@ class RuleSet:
     dtype           the dtype that weights are dequantised to, if the file says so
     default_device  where unplaced modules go: cuda:0 for list files (as upstream), cpu for native ones
     architectures   what it was written for; empty means any
+    auto            what `place: auto` leaves to ktopt; its origin is where that stands
     long_context, kvc2   what a native file's sections of these names say, as config.py has them, by the fields' names
     """
 
@@ -96,6 +104,7 @@ class RuleSet:
     default_device_origin: Origin | None = None
     long_context: Mapping[str, Any] = field(default_factory=dict)
     kvc2: Mapping[str, Any] = field(default_factory=dict)
+    auto: Auto | None = None
 
     @property
     def asks_storage(self) -> bool:

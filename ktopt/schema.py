@@ -183,7 +183,12 @@ def ruleset_schema() -> dict[str, Any]:
         },
         "import": {"type": "array", "items": {"type": "string"}, "description": "other native files, relative to this one"},
         "let": {"type": "object", "propertyNames": {"pattern": r"^[A-Za-z_]\w*$"}, "additionalProperties": selector},
-        "place": {"type": "object", "propertyNames": {"pattern": DEVICE_PATTERN}, "additionalProperties": selector},
+        "place": {
+            "if": {"type": "string"},
+            "then": {"const": "auto"},
+            "else": {"type": "object", "propertyNames": {"pattern": DEVICE_PATTERN}, "additionalProperties": selector},
+            "description": "device: selector; or `auto`, which places everything where it is best on the machine",
+        },
         "rules": {"type": "array", "items": {"$ref": "#/definitions/nativeRule"}},
         "dtype": {"enum": list(DTYPES), "description": "what weights are dequantised to"},
         "default_device": device,

@@ -73,12 +73,11 @@ def working_memory(
         if keeps_blocks(step):
             blocked.setdefault(step.generate_device, []).append(step)
             continue
-        device, found = step.generate_device, _working(plan, step, context, piece, chunk_size)
+        device, found = step.generate_device, attention_working(plan, step, context, piece, chunk_size)
         before = held.get(device, Working())
         transient = max(before.transient_bytes, found.transient_bytes)
         held[device] = Working(before.cache_bytes + found.cache_bytes, transient)
-    passing = _passing_bytes(plan.model.config, piece, ITEM_BYTES[plan.dtype])
-    passing += 0 if blocked else piece * context  # the mask, a byte each
+    passing = passing_bytes(plan, context, piece, mask=not blocked)
     transients = {device: held[device].transient_bytes + passing for device in held} | {
         device: held.get(device, Working()).transient_bytes + passing for device in blocked
     }
@@ -157,7 +156,8 @@ def _spec_working(step: Step) -> Any:
     return spec.working if spec is not None else None
 
 
-def _working(plan: Plan, step: Step, context: int, piece: int, chunk_size: int | None) -> Working:
+def attention_working(plan: Plan, step: Step, context: int, piece: int, chunk_size: int | None = None) -> Working:
+    """What one attention module holds for a context, and while a piece of the prompt is read."""
     spec = find(step.operator)
     config: Mapping[str, Any] = plan.model.config
     item = ITEM_BYTES[step.dtype]
@@ -175,6 +175,8 @@ def _working(plan: Plan, step: Step, context: int, piece: int, chunk_size: int |
     return Working(2 * context * kv_heads * dim * item, piece * int(heads or 0) * dim * 3 * item)
 
 
-def _passing_bytes(config: Mapping[str, Any], piece: int, item: int) -> int:
+def passing_bytes(plan: Plan, context: int, piece: int, *, mask: bool = True) -> int:
+    """What a piece of the prompt takes while it passes a layer, beside attention; and its mask, a byte for each pair of tokens."""
+    config: Mapping[str, Any] = plan.model.config
     hidden, inner = int(config.get("hidden_size") or 0), int(config.get("intermediate_size") or 0)
-    return piece * (HIDDEN_COPIES * hidden + MLP_COPIES * inner) * item
+    return piece * (HIDDEN_COPIES * hidden + MLP_COPIES * inner) * ITEM_BYTES[plan.dtype] + mask * piece * context

@@ -80,6 +80,11 @@ COMMANDS = {
         "write a first rule file for a model on a machine",
         "ktopt init --model qwen3-30b-a3b --hardware 1x24GB -o rules.yaml",
     ),
+    "place": Command(
+        "place",
+        "find where modules go on a machine, for the least time of a decoded token",
+        "ktopt place rules/qwen3-moe/cpu.yaml --model qwen3-30b-a3b --hardware cpu+128GB",
+    ),
     "migrate": Command(
         "migrate", "turn a list-form rule file into the native form", "ktopt migrate old.yaml --model deepseek-v3 -o new.yaml"
     ),

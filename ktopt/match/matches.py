@@ -102,6 +102,8 @@ class Matches:
         rules = self.needs_hardware if kind is about_machine else self.needs_weights
         found = [(self.ruleset.rules[i].id, self.ruleset.rules[i].origin) for i in rules]
         places = [p for p in self.ruleset.places if any(map(kind, p.selector.lacks(self.around)))]
+        if self.ruleset.auto is not None and kind is about_machine:
+            found.append(("place: auto", self.ruleset.auto.origin))
         return [*found, *((f"place {p.device}", p.origin) for p in places)]
 
     @cached_property

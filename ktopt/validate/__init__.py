@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktopt.diagnostics import Related, Report
 from ktopt.placement import DTYPES
-from ktopt.ruleset import NameClass, Place, Rule, RuleSet
+from ktopt.ruleset import Auto, NameClass, Place, Rule, RuleSet
 from ktopt.source import FILE_START, Document, Mapping, Node, Origin, Scalar, Sequence, Span
 from ktopt.validate import keys
 from ktopt.validate.lets import Lets, check_order
@@ -52,6 +52,7 @@ class _Reader:
     said: dict[str, Any] = field(default_factory=dict)
     architectures_origin: Origin | None = None
     default_device_origin: Origin | None = None
+    auto: Auto | None = None
     texts: list[str] = field(default_factory=list)
     lets: list[tuple[str, Selector, Origin]] = field(default_factory=list)
     scopes: dict[int, Lets] = field(default_factory=dict)
@@ -122,8 +123,12 @@ class _Reader:
             self.rule_list(shape, rules, native=True, lets=lets)
         elif rules is not None:
             self.not_a_list(shape, rules)
-        for device, node in self.entries(shape, top, "place", '`"cuda:0": "layer in 0..29"`'):
-            self.place(shape.inside("place"), device, node, lets)
+        place = top.get("place")
+        if isinstance(place, Scalar) and place.value == "auto":
+            self.auto = self.auto or Auto(shape.origin(place))
+        else:
+            for device, node in self.entries(shape, top, "place", '`"cuda:0": "layer in 0..29"`, or `auto`'):
+                self.place(shape.inside("place"), device, node, lets)
         for imported in document.imports:
             if id(imported) not in self.read:
                 self.document(imported)
@@ -248,5 +253,6 @@ class _Reader:
             default_device=device,
             origin=document.origin(document.root) if document.root is not None else None,
             default_device_origin=self.default_device_origin,
+            auto=self.auto,
             **self.blocks,
         )

@@ -1,0 +1,100 @@
+"""`ktopt place`: where modules go on a machine, for the least time of a decoded token, as a `place:` map."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ktopt.authoring.placing import with_places
+from ktopt.cli.findings import print_report
+from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.table import Column, layout
+from ktopt.cli.terminal import size, style_of
+from ktopt.compiler import run_stages
+from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.placement import Hardware
+from ktopt.placing.place import DEFAULT_CONTEXT, Placing, place
+from ktopt.plan_options import PlanOptions
+from ktopt.render.style import printable
+from ktopt.source import SourceFile
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rules", metavar="RULES", help="a native rule file, - for standard input, or a shipped set")
+    add_model(parser)
+    add_target(parser)
+    parser.add_argument(
+        "--context", type=int, metavar="N", help=f"tokens of context that there is to be room for (default: {DEFAULT_CONTEXT})"
+    )
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the rule file with the map in it here; - prints it")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.hardware:
+        raise UsageError("on which machine? Give --hardware: here (this one), a preset such as 1x24GB, 2x3090+128GB, or a file")
+    if args.context is not None and args.context < 1:
+        raise UsageError(f"--context: a number of tokens from 1 on, not {args.context}")
+    options = compile_options(args)
+    hardware: Hardware = options["hardware"]
+    rules, model = rules_argument(args.rules), model_argument(args)
+    compilation = run_stages(rules, model, weights=args.weights, **{**options, "hardware": None}, plan=False)
+    source, ruleset, graph = compilation.document.source, compilation.ruleset, compilation.graph
+    if ruleset is None or graph is None or compilation.report.stops_plan:
+        print_report(compilation.report.sorted(), sys.stderr, compilation.document.sources)
+        return 1
+    if ruleset.form == "list":
+        raise KtoptError(f"{source.path} is a list of rules, which has no `place:`; ktopt migrate turns it into the native form")
+    stored = _stored(model, args.weights, graph)
+    given = {name: value for name, value in options.items() if value}
+    placing = place(ruleset, graph, hardware, PlanOptions(**given), stored, args.context)
+    text = with_places(compilation.document, placing.lines)
+    _check(SourceFile(source.path, text), graph, {**options, "weights": args.weights})
+    if args.output:
+        write_text(args.output, text)
+    if args.output != "-":
+        print(_shown(placing, hardware, graph.name))
+        if args.output:
+            print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def _stored(model: Any, weights: Any, graph: Any) -> Any:
+    from ktopt.weights.storage import stored_for
+
+    return stored_for(model, weights, graph)
+
+
+def _check(source: SourceFile, graph: Any, options: Mapping[str, Any]) -> None:
+    """Print what a plan with the map in it has against it."""
+    report = run_stages(source, graph, **options).report
+    found = [d for d in report.sorted() if d.severity.value in ("error", "warning")]
+    print_report(found, sys.stderr, {source.path: source})
+
+
+def _shown(placing: Placing, hardware: Hardware, model: str) -> str:
+    """The estimated time, what each device holds, and the map."""
+    style, problem = style_of(sys.stdout), placing.case.problem
+    rows = []
+    for name, room in zip(problem.devices, problem.room_bytes, strict=True):
+        held = placing.held[name]
+        if held or room:
+            rows.append([name, size(held), size(room) if room else "not known", f"{held / room:.0%}" if room else ""])
+    heads = (Column("device"), Column("held", right=True), Column("room", right=True), Column("", right=True))
+    lines = [f"  {key}: {text}" for key, text in ((_key(line.device), f'"{line.text}"') for line in placing.lines)]
+    said = (
+        f"{printable(model)} on {hardware.name}, {placing.case.context:,} tokens: about {placing.token_us / 1e3:,.1f} ms a decoded "
+        f"token, {1e6 / placing.token_us:,.1f} tokens a second"
+    )
+    parts = [style.paint(said, "bold"), layout(heads, rows, 80, style), "place:\n" + "\n".join(lines)]
+    notes = []
+    if placing.case.assumed:
+        notes.append(f"taken for granted, since the machine's description doesn't say: {', '.join(placing.case.assumed)}")
+    if not placing.proved:
+        notes.append("the solver's time ran out before it was certain that no placement is better")
+    return "\n\n".join([*parts, *notes])
+
+
+def _key(device: str) -> str:
+    return device if ":" not in device else f'"{device}"'
