@@ -136,6 +136,15 @@ def test_place_auto_needs_a_machine_and_a_check_does_not(tmp_path: Path, capsys:
     assert "place: auto" in capsys.readouterr().err
 
 
+def test_a_check_without_a_machine_says_nothing_of_what_is_yet_to_be_placed() -> None:
+    rules = (
+        "version: 1\nplace: auto\nrules:\n"
+        '  - {match: "@model.layers.*.self_attn", replace: KDeepseekV2Attention, kwargs: {generate_device: "cuda:0"}}\n'
+        '  - {match: "@model.layers.*.mlp", replace: default}\n'
+    )
+    assert [str(d) for d in ktopt.check(SourceFile("auto.yaml", rules), "deepseek-v2-lite")] == []
+
+
 def test_where_nothing_fits_it_is_said_by_how_much_and_what_would_help() -> None:
     with pytest.raises(NothingFits) as caught:
         placed(EXPERTS, "qwen3-30b-a3b", "1x3090+16GB")

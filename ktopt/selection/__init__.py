@@ -35,7 +35,8 @@ def check_selection(matches: Matches, report: Report) -> None:
     check_place_gaps(matches, report)
     check_layers(matches, report)
     check_structure(matches, report)
-    check_experts_mentioned(matches, report)
+    if matches.ruleset.auto is None:
+        check_experts_mentioned(matches, report)
 
 
 def _report_slow(matches: Matches, report: Report) -> None:
