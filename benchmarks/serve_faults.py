@@ -64,7 +64,7 @@ class Faults:
 
 
 def kind(options: argparse.Namespace, folder: str) -> Kind:
-    more = ["--api_key", KEY, "--max_body_bytes", str(BODY_BYTES)]
+    more = ["--api_key", KEY, "--max_body_bytes", str(BODY_BYTES), "--prefix_folder", folder]
     return ktopt_kind(options.weights, slots=SLOTS, tokens=CACHE_TOKENS, threads=options.threads, rules=options.rules, more=more)
 
 
