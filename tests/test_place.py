@@ -30,6 +30,7 @@ EXPERTS = (
     "kwargs: {generate_op: KExpertsTorch}}\n"
 )
 NOTHING = "version: 1\nrules: []\n"
+PINNED = "version: 1\nplace: {'cuda:7': '@lm_head | layer in 20..21'}\nrules: []\n"
 DEEPSEEK = """\
 version: 1
 rules:
@@ -199,11 +200,12 @@ def test_faster_memory_takes_more_and_the_time_is_bytes_over_bandwidth(tmp_path:
     assert placing.token_us == pytest.approx((plan.weight_bytes + cache) / 100e9 * 1e6, rel=0.01)
 
 
-def test_61_layers_on_8_cards_are_placed_within_2_seconds_of_the_processor() -> None:
+def test_61_layers_on_8_cards_are_placed_within_2_seconds_of_the_processor_each_time() -> None:
     placed(NOTHING, "smollm2-135m", "1x24GB")  # imports
     start = time.process_time()
     assert placed(NOTHING, "deepseek-v3", "8x80GB+2TB").proved
-    assert time.process_time() - start < 2
+    assert placed(PINNED, "deepseek-v3", "8x80GB+2TB").proved
+    assert time.process_time() - start < 4
 
 
 def test_nothing_imports_the_solver_before_it_is_needed() -> None:

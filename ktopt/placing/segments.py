@@ -1,22 +1,21 @@
-"""The best placement where nothing is pinned to an accelerator: a path of segments, by mixed-integer programming.
+"""The best placement where nothing is pinned to an accelerator: a path of segments.
 
-Each accelerator that has homes has those of one stretch of items. So devices that are alike needn't be told apart: a placement is a
-path from the first item to the last whose steps are segments (kind of device, first item, past the last), with no more steps of a
-kind than there are devices of it. The relaxation of a path is a path, which makes the program small work for the solver. Main
-memory may be come to any number of times.
+Each accelerator that has homes has those of one stretch of items. So devices that are alike needn't be told apart: a placement is
+a path from the first item to the last whose steps are segments (kind of device, first item, past the last), with no more steps of
+a kind than there are devices of it. Main memory may be come to any number of times.
 
-How many of a segment's experts stay with it is its own affair as long as main memory has room for the others: a knapsack. Where it
-hasn't, the program counts them, by kind k: l of a segment, c in main memory in all, h of these with a home there.
+How many of a segment's experts stay with it is its own affair as long as main memory has room for the others: a knapsack, and the
+path is then found by dynamic programming. Where main memory hasn't, the same is done for time and main memory together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from ktopt.placing.problem import CPU, INFINITE, Assignment, Part, Problem, Solution, fits
-from ktopt.placing.program import MIB, Name, Program, Values
 
 ENDLESS = 1 << 60
 """Bytes that stand for memory that isn't known."""
@@ -31,11 +30,19 @@ class _Segment:
     past: int
 
 
+_Used = tuple[int, ...]
+_Path = tuple[Any, ...]
+"""(path before, segment, experts kept of each kind), or () at the beginning."""
+_Step = tuple[_Segment, tuple[float, float], list[int]]
+_Kept = TypeVar("_Kept")
+
+
 class _Segments:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.kinds = kinds_of(problem)
         self.last = len(problem.items)
+        self.none_used: _Used = (0,) * len(self.kinds)
         self.experts: list[Part] = list(dict.fromkeys(item.experts for item in problem.items if item.experts is not None))
         kinds = [None if item.experts is None else self.experts.index(item.experts) for item in problem.items]
         self.before = [list(accumulate((kind == k for kind in kinds), initial=0)) for k in range(len(self.experts))]
@@ -89,9 +96,12 @@ class _Segments:
         return [p.time_us[CPU] + hop - p.time_us[d] if p.allows(d) else -INFINITE for p in self.experts]
 
     def kept(self, segment: _Segment) -> tuple[list[int], float] | None:
-        """How many experts of each kind a segment of an accelerator keeps best, and the time of all of its experts; None where
-        those that can't be in main memory don't fit."""
+        """How many experts of each kind a segment keeps best, where main memory has room for the others, and the time of all of its
+        experts; None where those that can't be in main memory don't fit."""
         d, counts = self.device(segment), self.counts(segment)
+        if d == CPU:
+            times = [n * p.time_us[CPU] for n, p in zip(counts, self.experts, strict=True) if n]
+            return None if INFINITE in times else ([0] * len(counts), sum(times))
         gains, sizes = self.gains(d), [p.held_bytes[d] for p in self.experts]
         must = [k for k, gain in enumerate(gains) if gain == INFINITE]
         room = self.room[segment] - sum(counts[k] * sizes[k] for k in must)
@@ -107,92 +117,131 @@ class _Segments:
         away = zip(counts, kept, self.experts, strict=True)
         return kept, here + sum((all_ - count) * (p.time_us[CPU] + hop) for all_, count, p in away if all_ > count)
 
-    def path(self, *, counted: bool) -> Program:
-        """The program of a path; with experts `counted`, or each segment's kept as is best for itself."""
-        made, problem = Program(), self.problem
+    def shortest(self) -> Assignment | None:
+        """The best path where main memory holds whatever comes to it, by dynamic programming over the items passed and the
+        devices of each kind used; None where there is none."""
+        reached: list[dict[_Used, tuple[float, _Path]]] = [{} for _ in range(self.last + 1)]
+        reached[0][self.none_used] = (0.0, ())
+        steps: dict[int, list[tuple[_Segment, list[int], float]]] = {}
         for s in self.room:
-            d, cost = self.device(s), self.homes_us(s)
-            if not counted and d == CPU:
-                if any(count and not p.allows(CPU) for count, p in zip(self.counts(s), self.experts, strict=True)):
-                    continue
-                cost += sum(n * p.time_us[CPU] for n, p in zip(self.counts(s), self.experts, strict=True) if n)
-            elif not counted:
-                if (kept := self.kept(s)) is None:
-                    continue
-                cost += kept[1]
-            made.variable(("y", s), 1, cost)
-        for node in range(self.last + 1):
-            terms: list[tuple[Name, float]] = [(("y", s), 1.0) for s in self.room if s.first == node and ("y", s) in made.index]
-            terms += [(("y", s), -1.0) for s in self.room if s.past == node and ("y", s) in made.index]
-            flow = (node == 0) - (node == self.last)
-            made.row(terms, flow, flow)
+            if (kept := self.kept(s)) is not None:
+                steps.setdefault(s.first, []).append((s, kept[0], self.homes_us(s) + kept[1]))
+        for first in range(self.last):
+            for used, (so_far, path) in reached[first].items():
+                for s, kept_, time in steps.get(first, ()):
+                    then = self.with_one_more(used, s)
+                    before = reached[s.past].get(then) if then is not None else None
+                    if then is not None and (before is None or so_far + time < before[0]):
+                        reached[s.past][then] = (so_far + time, (path, s, kept_))
+        best = min(reached[self.last].values(), key=lambda each: each[0], default=None)
+        return None if best is None else self.assignment(best[1])
+
+    def with_one_more(self, used: _Used, s: _Segment) -> _Used | None:
+        """How many devices of each kind are used with a segment more; None where there are none left. Main memory is not counted."""
+        if self.device(s) == CPU:
+            return used
+        if used[s.kind] == len(self.kinds[s.kind]):
+            return None
+        return (*used[: s.kind], used[s.kind] + 1, *used[s.kind + 1 :])
+
+    def within(self, room: int) -> Assignment | None:
+        """The best path where main memory has so much room: as `shortest`, but of each state all ways to it are kept of which none
+        is better than another both in time and in what main memory holds, and from which the end can still be come to."""
+        steps: dict[int, list[_Step]] = {}
+        for s in self.room:
+            steps.setdefault(s.first, []).extend(self._steps(s))
+        least_us, least_bytes = self._to_go(steps, 0), self._to_go(steps, 1)
+        best, best_path = INFINITE, None
+        ways: list[dict[tuple[_Used, int], list[tuple[float, int, _Path]]]] = [{} for _ in range(self.last + 1)]
+        ways[0][self.none_used, 0] = [(0.0, 0, ())]
+        for first in range(self.last):
+            for (used, flags), found in ways[first].items():
+                for so_far, held, path in _undominated(found):
+                    for s, costs, kept in steps.get(first, ()):
+                        then = self.with_one_more(used, s)
+                        if then is None:
+                            continue
+                        on_cpu = self._flags(s, flags)
+                        time, bytes_ = so_far + costs[0], held + int(costs[1]) + self._shared(s, flags, on_cpu)
+                        spare = self.problem.tied_bytes[CPU] if self.problem.tied_bytes else 0
+                        if (
+                            time + least_us[s.past].get(then, INFINITE) >= best
+                            or bytes_ + least_bytes[s.past].get(then, INFINITE) > room + spare
+                        ):
+                            continue
+                        if s.past < self.last:
+                            ways[s.past].setdefault((then, on_cpu), []).append((time, bytes_, (path, s, kept)))
+                        elif bytes_ <= room:
+                            best, best_path = time, (path, s, kept)
+            ways[first] = {}
+        return None if best_path is None else self.assignment(best_path)
+
+    def _steps(self, s: _Segment) -> list[_Step]:
+        """The ways in which a segment may keep its experts, none better than another in both: each with its time and with what it
+        leaves to main memory."""
+        d, counts, part = self.device(s), self.counts(s), self.experts
+        homes = sum(item.home.held_bytes[CPU] for item in self.problem.items[s.first : s.past]) if d == CPU else 0
+        hop = 0.0 if d == CPU else 2 * (self.problem.hop_us[d] + self.problem.hop_us[CPU])
+        made = []
+        for kept in (
+            [[0] * len(counts)]
+            if d == CPU
+            else _ways_to_keep(counts, [p.held_bytes[d] if p.allows(d) else None for p in part], self.room[s])
+        ):
+            away = [(n - k, p) for n, k, p in zip(counts, kept, part, strict=True) if n > k]
+            if all(p.allows(CPU) for _, p in away):
+                here = sum(k * p.time_us[d] for k, p in zip(kept, part, strict=True) if k) if d != CPU else 0.0
+                time = self.homes_us(s) + here + sum(n * (p.time_us[CPU] + hop) for n, p in away)
+                made.append((time, homes + sum(n * p.held_bytes[CPU] for n, p in away), kept))
+        return [(s, (time, float(held)), kept) for time, held, kept in _undominated(made)]
+
+    def _flags(self, s: _Segment, flags: int) -> int:
+        """What main memory has after a segment: 1, homes of layers; 2, the first item."""
+        if self.device(s) != CPU:
+            return flags
+        layers = any(item.number is not None for item in self.problem.items[s.first : s.past])
+        return flags | layers | 2 * (s.first == 0)
+
+    def _shared(self, s: _Segment, before: int, after: int) -> int:
+        """What main memory holds once: for a moment with its first layer, and what its first and its last item share."""
+        passing = self.problem.transient_bytes[CPU] if after & 1 > before & 1 else 0
+        tied = bool(self.problem.tied_bytes) and after & 2 and s.past == self.last and self.device(s) == CPU
+        return passing - (self.problem.tied_bytes[CPU] if tied else 0)
+
+    def _to_go(self, steps: Mapping[int, Sequence[_Step]], which: int) -> list[dict[_Used, float]]:
+        """The least time (0), or the least in main memory (1), from each item on, by the devices used before it."""
+        states = {self.none_used}
         for kind, devices in enumerate(self.kinds):
             if devices[0] != CPU:
-                made.row([(name, 1.0) for name in made.index if name[0] == "y" and name[1].kind == kind], 0, len(devices))
-        if counted:
-            self._count(made)
-        self._main_memory(made, problem, counted)
-        return made
+                states |= {(*u[:kind], n, *u[kind + 1 :]) for u in states for n in range(len(devices) + 1)}
+        left: list[dict[_Used, float]] = [{} for _ in range(self.last + 1)]
+        left[self.last] = dict.fromkeys(states, 0.0)
+        for first in range(self.last - 1, -1, -1):
+            least: dict[tuple[int, int], float] = {}
+            for s, costs, _ in steps.get(first, ()):
+                key = (s.kind, s.past)
+                least[key] = min(costs[which], least.get(key, INFINITE))
+            for used in states:
+                best = INFINITE
+                for (kind, past), cost in least.items():
+                    then = self.with_one_more(used, _Segment(kind, first, past))
+                    if then is not None:
+                        best = min(best, cost + left[past].get(then, INFINITE))
+                if best < INFINITE:
+                    left[first][used] = best
+        return left
 
-    def _count(self, made: Program) -> None:
-        """Experts by number: what segments keep, and what is in main memory."""
-        problem = self.problem
-        total = self.counts(_Segment(0, 0, self.last))
-        everywhere: list[list[tuple[Name, float]]] = [[] for _ in self.experts]
-        for s, room in self.room.items():
-            d = self.device(s)
-            if d == CPU:
-                continue
-            hop = 2 * (problem.hop_us[d] + problem.hop_us[CPU])
-            held: list[tuple[Name, float]] = [(("y", s), -room / MIB)]
-            for k, (count, part) in enumerate(zip(self.counts(s), self.experts, strict=True)):
-                if not count:
-                    continue
-                made.add(("y", s), count * hop)
-                made.variable(("l", s, k), count * part.allows(d), (part.time_us[d] if part.allows(d) else 0.0) - hop)
-                made.row([(("l", s, k), 1.0), (("y", s), -float(count))], -INFINITE, 0)
-                held.append((("l", s, k), part.held_bytes[d] / MIB))
-                everywhere[k].append((("l", s, k), 1.0))
-            made.row(held, -INFINITE, 0)
-        for k, part in enumerate(self.experts):
-            made.variable(("c", k), total[k] * part.allows(CPU), part.time_us[CPU] if part.allows(CPU) else 0.0)
-            made.row([*everywhere[k], (("c", k), 1.0)], total[k], total[k])
-
-    def _main_memory(self, made: Program, problem: Problem, counted: bool) -> None:
-        """What main memory holds. Where segments keep what is best for themselves, of homes alone."""
-        segments = [s for s in self.room if self.device(s) == CPU and ("y", s) in made.index]
-        room = problem.room_bytes[CPU]
-        if room is None:
-            return
-        made.variable(("has",), 1)
-        held: list[tuple[Name, float]] = [(("has",), problem.transient_bytes[CPU] / MIB)]
-        for s in segments:
-            items = problem.items[s.first : s.past]
-            held.append((("y", s), sum(item.home.held_bytes[CPU] for item in items) / MIB))
-            if any(item.number is not None for item in items):
-                made.row([(("has",), 1.0), (("y", s), -1.0)], 0, 1)
-        if problem.tied_bytes:
-            made.variable(("tied",), 1)
-            held.append((("tied",), -problem.tied_bytes[CPU] / MIB))
-            for end in ([s for s in segments if s.first == 0], [s for s in segments if s.past == self.last]):
-                made.row([(("tied",), 1.0), *((("y", s), -1.0) for s in end)], -INFINITE, 0)
-        if counted:
-            held += [(("c", k), part.held_bytes[CPU] / MIB) for k, part in enumerate(self.experts)]
-        made.row(held, -INFINITE, (room - problem.fixed_bytes[CPU]) / MIB)
-
-    def assignment(self, values: Values, *, counted: bool) -> Assignment:
-        """Devices of a kind are taken in their order along the path."""
+    def assignment(self, path: _Path) -> Assignment:
+        """Of a path, its last step first. Devices of a kind are taken in their order."""
+        steps: list[tuple[_Segment, Sequence[int]]] = []
+        while path:
+            path, s, kept = path
+            steps.append((s, kept))
         free = [list(devices) for devices in self.kinds]
-        path = sorted((s for s in self.room if values.get(("y", s))), key=lambda s: s.first)
         homes: list[int] = []
         experts: list[int | None] = []
-        for s in path:
+        for s, kept in reversed(steps):
             d = CPU if self.device(s) == CPU else free[s.kind].pop(0)
-            kept = [0] * len(self.experts)
-            if d != CPU and counted:
-                kept = [values.get(("l", s, k), 0) for k in range(len(self.experts))]
-            elif d != CPU:
-                kept = (self.kept(s) or (kept, 0.0))[0]
             homes += [d] * (s.past - s.first)
             experts += self._experts(s, d, kept)
         return Assignment(tuple(homes), tuple(experts))
@@ -228,6 +277,27 @@ def _knapsack(counts: Sequence[int], sizes: Sequence[int], gains: Sequence[float
     return found
 
 
+def _ways_to_keep(counts: Sequence[int], sizes: Sequence[int | None], room: int) -> Iterator[list[int]]:
+    """How many of each kind may be kept in so much room; None is the size of what can't be."""
+    if not counts:
+        yield []
+        return
+    size = sizes[0]
+    most = 0 if size is None else counts[0] if not size else min(counts[0], room // size)
+    for count in range(most, -1, -1):
+        for others in _ways_to_keep(counts[1:], sizes[1:], room - count * (size or 0)):
+            yield [count, *others]
+
+
+def _undominated(ways: Iterable[tuple[float, int, _Kept]]) -> list[tuple[float, int, _Kept]]:
+    """Of (time, bytes, ...) those of which none other is better in one and as good in the other, the fastest first."""
+    found: list[tuple[float, int, _Kept]] = []
+    for way in sorted(ways, key=lambda each: each[:2]):
+        if not found or way[1] < found[-1][1]:
+            found.append(way)
+    return found
+
+
 def kinds_of(problem: Problem) -> list[list[int]]:
     """Devices in groups of those that differ in their name alone; main memory is one of its own."""
     groups: dict[object, list[int]] = {}
@@ -244,11 +314,7 @@ def solve_by_segments(problem: Problem) -> Solution | None:
     if any(room is not None and fixed > room for room, fixed in zip(problem.room_bytes, problem.fixed_bytes, strict=True)):
         return None
     built = _Segments(problem)
-    for counted in (False, True):
-        found = built.path(counted=counted).solved()
-        if found is None:
-            return None  # with main memory without end for experts there is none, or none at all
-        made = built.assignment(found[0], counted=counted)
-        if counted or fits(problem, made):
-            return Solution(made, found[1])
-    return None
+    best, room = built.shortest(), problem.room_bytes[CPU]
+    if best is not None and room is not None and not fits(problem, best):
+        best = built.within(room - problem.fixed_bytes[CPU])
+    return None if best is None else Solution(best, proved=True)

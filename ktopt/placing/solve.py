@@ -1,4 +1,5 @@
-"""The best placement, by mixed-integer programming: HiGHS through scipy.
+"""The best placement: where nothing is pinned to an accelerator, a path (segments.py); else by mixed-integer programming, HiGHS
+through scipy.
 
 Layers in a row that are alike are counted, not numbered. For a run r of them and a device d:
 
@@ -22,15 +23,11 @@ from ktopt.placing.problem import CPU, Assignment, Problem, Solution, runs_of
 from ktopt.placing.program import MIB, Program, Term, Values
 from ktopt.placing.segments import kinds_of, solve_by_segments
 
-FEW_RUNS = 8
-"""Stretches of layers that are alike, up to which counting them is less work than looking at segments."""
-
 
 def solve(problem: Problem) -> Solution | None:
     """The placement with the least time among those that fit, in which an accelerator to which nothing is pinned has one stretch of
     items; None where none fits. KtoptError without scipy, or where the solver found nothing in its time."""
-    few = len(runs_of(problem.items)) <= FEW_RUNS
-    found = solve_by_runs(problem) if few or problem.pinned else solve_by_segments(problem)
+    found = solve_by_runs(problem) if problem.pinned else solve_by_segments(problem)
     return None if found is None else replace(found, assignment=_tidied(problem, found.assignment))
 
 
