@@ -137,7 +137,7 @@ class _Segments:
         return None if best is None else self.assignment(best[1])
 
     def with_one_more(self, used: _Used, s: _Segment) -> _Used | None:
-        """How many devices of each kind are used with a segment more; None where there are none left. Main memory is not counted."""
+        """How many devices of each kind are used with a segment more, None where none is left; main memory is not counted."""
         if self.device(s) == CPU:
             return used
         if used[s.kind] == len(self.kinds[s.kind]):
