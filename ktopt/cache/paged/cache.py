@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ktopt.cache.paged.allocator import ROOT, PageAllocator
 from ktopt.cache.paged.batch import PagedBatch
 from ktopt.cache.paged.model import ModelCall, shapes_of
-from ktopt.cache.paged.pools import LayerPool
+from ktopt.cache.paged.pools import pools_of
 from ktopt.cache.paged.prefixes import PrefixFolder
 from ktopt.cache.paged.sequence import Sequence
 from ktopt.diagnostics import UsageError
@@ -43,7 +43,7 @@ class PagedCache:
         self.page_tokens, self.steady = page_tokens, steady
         shapes = shapes_of(self.call, page_tokens)
         self.allocator = PageAllocator(self.pages_for(tokens), page_tokens)
-        self.pools = {layer: LayerPool(shape, self.pages, page_tokens) for layer, shape in shapes.items()}
+        self.pools = pools_of(shapes, self.pages, page_tokens)
         self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes.values())
         self._sequences: set[Sequence] = set()
         self.prefixes = prefixes

@@ -5,6 +5,7 @@ Legend: G pages of T tokens, H heads of keys and values, D numbers of a key, V o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,9 @@ import torch
 from ktopt.cache import q8_0
 from ktopt.cache.huge_pages import ask_for_huge_pages
 from ktopt.cache.latent import KINDS
+
+ALIGNMENT = 4096
+"""Where the memory of each tensor begins."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,17 @@ class LayerShape:
 
 
 class LayerPool:
-    """Keys (G, H, T, D) and values (G, H, T, V) of one layer; for latents one tensor (G, T, W), in Q8_0 of bytes."""
+    """Keys (G, H, T, D) and values (G, H, T, V) of one layer; for latents one tensor (G, T, W), in Q8_0 of bytes. They lie in
+    `memory`, of bytes."""
 
-    def __init__(self, shape: LayerShape, pages: int, page_tokens: int) -> None:
-        self.shape = shape
-        width = q8_0.stored_bytes(shape.key_dim) if shape.q8_0 else shape.key_dim
-        dtype = torch.uint8 if shape.q8_0 else shape.dtype
-        self.page_tokens = page_tokens
+    def __init__(self, shape: LayerShape, pages: int, page_tokens: int, memory: torch.Tensor) -> None:
+        self.shape, self.page_tokens = shape, page_tokens
         self.memory: list[torch.Tensor] = []
-        sizes = (width, shape.value_dim) if shape.value_dim else (width,)
-        for numbers in sizes:
-            each = (page_tokens, numbers) if not shape.value_dim else (shape.heads, page_tokens, numbers)
-            with torch.inference_mode(False):  # the cache may be used outside of it later
-                self.memory.append(ask_for_huge_pages(torch.empty(pages, *each, dtype=dtype, device=shape.device)))
+        at = 0
+        for sizes, dtype in _tensors(shape, pages, page_tokens):
+            nbytes = math.prod(sizes) * dtype.itemsize
+            self.memory.append(memory[at : at + nbytes].view(dtype).view(sizes))
+            at += _rounded(nbytes)
 
     @property
     def kind(self) -> str | None:
@@ -76,3 +78,34 @@ class LayerPool:
         """Have a page hold what another does."""
         for held in self.memory:
             held[target] = held[source]
+
+
+def pools_of(shapes: dict[int, LayerShape], pages: int, page_tokens: int) -> dict[int, LayerPool]:
+    """The memory of all layers, one stretch on each device: so much at once that huge pages back all of it."""
+    sizes = {
+        layer: sum(_rounded(math.prod(each) * dtype.itemsize) for each, dtype in _tensors(shape, pages, page_tokens))
+        for layer, shape in shapes.items()
+    }
+    left: dict[torch.device, torch.Tensor] = {}
+    for device in {shape.device for shape in shapes.values()}:
+        nbytes = sum(size for layer, size in sizes.items() if shapes[layer].device == device)
+        with torch.inference_mode(False):  # the cache may be used outside of it later
+            left[device] = ask_for_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    made = {}
+    for layer, shape in shapes.items():
+        made[layer] = LayerPool(shape, pages, page_tokens, left[shape.device])
+        left[shape.device] = left[shape.device][sizes[layer] :]
+    return made
+
+
+def _tensors(shape: LayerShape, pages: int, page_tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Sizes and dtypes of what a layer keeps."""
+    if shape.q8_0:
+        return [((pages, page_tokens, q8_0.stored_bytes(shape.key_dim)), torch.uint8)]
+    if not shape.value_dim:
+        return [((pages, page_tokens, shape.key_dim), shape.dtype)]
+    return [((pages, shape.heads, page_tokens, dim), shape.dtype) for dim in (shape.key_dim, shape.value_dim)]
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
