@@ -33,13 +33,13 @@ def arguments(given: Sequence[str]) -> list[str]:
         if name.startswith("--") and name not in known:
             near = nearest(name, known)
             raise ValueError(f"no option {name}; " + (f"did you mean {near}?" if near else "--help lists the options"))
-    if args.force_think is not None and args.force_think.lower() != "false":
-        raise ValueError("--force_think: the model's chat template decides whether an answer begins with thinking; leave it out")
+    if (think := args.force_think or "false").lower() not in ("true", "false"):
+        raise ValueError(f"--force_think {think}: true or false")
     made = [args.optimize_config_path] if args.optimize_config_path else []
     for name, option in SAME.items():
         if (value := getattr(args, name)) is not None:
             made += [option, _shipped(value) if name == "model_path" else value]
-    return made + rest
+    return made + ["--force_think"] * (think.lower() == "true") + rest
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, option in {"optimize_config_path": "RULES", **SAME}.items():
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", metavar="X", help=f"{option} of ktopt chat")
     parser.add_argument("--use_cuda_graph", nargs="?", metavar="X", help="taken, and has no effect: there is nothing to switch")
-    parser.add_argument("--force_think", nargs="?", const="true", metavar="X", help="refused: the chat template decides that")
+    parser.add_argument("--force_think", nargs="?", const="true", metavar="X", help="--force_think of ktopt chat")
     return parser
 
 

@@ -121,6 +121,27 @@ def test_without_a_template_only_raw_works_and_continues_the_text() -> None:
     assert tokenizer.decode(Template(tokenizer, raw=True).ids(None, [turn], " a time")) == "Once upon a time"
 
 
+def test_answers_begin_with_a_thought_where_that_is_forced(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    engine: Any = chat.engine
+    chat.template = Template(engine.tokenizer, opening="<think>\n")
+    engine.text_of = lambda _: iter(["so.</think>", "ok"])
+    chat.say("one")
+    assert asked(chat) == "<user>one</><assistant><think>\n"
+    assert [turn.answer for turn in chat.conversation.turns] == ["<think>\nso.</think>ok"]
+    assert capsys.readouterr().out.startswith("<think>")
+
+
+@pytest.mark.parametrize("ending", ["<think>", "<think>\n"])
+def test_a_template_that_begins_with_a_thought_itself_has_no_second_one(ending: str) -> None:
+    class Thinker(CharacterTokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
+            made = super().apply_chat_template(messages)["input_ids"]
+            return {"input_ids": [*made, *self(ending, add_special_tokens=False)["input_ids"]]}
+
+    tokenizer: Any = Thinker()
+    assert tokenizer.decode(Template(tokenizer, opening="<think>\n").ids(None, [], "one")) == "<user>one</><assistant><think>\n"
+
+
 def test_files_go_with_the_next_message_and_stay_where_it_fails(chat: Chat, tmp_path: Path) -> None:
     (tmp_path / "a b.md").write_text("```\ncode\n```\n")
     run_command(chat, f"/file '{tmp_path}/a b.md'")

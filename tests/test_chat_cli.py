@@ -86,6 +86,7 @@ def test_a_prompt_file_comes_before_what_is_piped(monkeypatch: pytest.MonkeyPatc
     (b"x" * (4 << 20) + b"y", [], 2, "more than 4,194,304 bytes"),
     (b"x", ["--prompt_file", "nowhere.txt"], 2, "nowhere.txt: No such file"),
     (b"x", ["--raw", "--system", "x"], 2, "--raw leaves out"),
+    (b"x", ["--raw", "--force_think"], 2, "--raw leaves out"),
     (b"x", ["--seed", "-1"], 2, "--seed"),
     (b"x", ["--context", "9"], 2, "--context goes with"),
     (b"x" * 510, [], 1, "The message alone is too long"),
@@ -185,6 +186,7 @@ def test_ktransformers_options_become_those_of_ktopt_chat(
     (["--chunk_prefill_size", "8192"], ["--chunk_size", "8192"]),
     (["--max_new_tokens", "9", "--mode", "long_context"], ["--max-tokens", "9", "--mode", "long_context"]),
     (["--force_think", "False", "r.yaml"], ["r.yaml"]),
+    (["--force_think", "true", "r.yaml"], ["--force_think", "r.yaml"]),
 ])  # fmt: skip
 def test_each_of_ktransformers_options_has_its_place(given: list[str], meant: list[str]) -> None:
     assert local_chat.arguments(given) == meant
@@ -194,7 +196,7 @@ def test_each_of_ktransformers_options_has_its_place(given: list[str], meant: li
     ("--gguf_pth", "did you mean --gguf_path?"),
     ("--max_tokens=3", "did you mean --max-tokens?"),
     ("--zzzzz", "--help lists"),
-    ("--force_think", "the model's chat template decides"),
+    ("--force_think=maybe", "true or false"),
 ])  # fmt: skip
 def test_other_options_are_refused_with_the_nearest(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert local_chat.run([option]) == 2

@@ -89,7 +89,8 @@ def test_a_flag_that_means_nothing_here_is_refused_with_a_reason(name: str) -> N
 
 
 def test_flags_that_ask_for_what_is_so_anyway_are_taken() -> None:
-    parse("--no-force_think", "--tp", "1", "--sched_strategy", "FCFS", "--web", "True")
+    assert not parse("--no-force_think").force_think
+    parse("--no-use_cuda_graph", "--tp", "1", "--sched_strategy", "FCFS", "--web", "True")
     for wrong in (["--tp", "2"], ["--sched_strategy", "SJF"], ["--web", "False"]):
         with pytest.raises(UsageError, match="alone"):
             parse(*wrong)
@@ -259,6 +260,14 @@ def test_a_model_without_rules_has_those_of_ktopt_s_own(tiny: Path, started: lis
     assert served.plan.rule_file == "(rules of ktopt's own)"
     assert served.weight_bytes["cpu"] == served.plan.weight_bytes
     assert "without RULES" in capsys.readouterr().err
+
+
+def test_a_class_of_models_that_is_named_is_looked_at(tiny: Path, started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["serve", "--port", "0", "--weights", str(tiny / "tiny.gguf"), "--force_think", "--architectures"]
+    assert main([*given, "LlamaForCausalLM"]) == 0
+    assert started[0][1].force_think
+    assert main([*given, "Qwen3MoeForCausalLM"]) == 2
+    assert "this model is a LlamaForCausalLM" in capsys.readouterr().err
 
 
 def test_prompts_are_kept_for_when_the_server_starts_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,20 @@ def test_messages_reach_the_template_as_text(server: Running) -> None:
     assert shown == "<system>Be brief\n<user>one\ntwo\n<assistant>no\n<user>why?\n<assistant>"
 
 
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"])
+def test_answers_begin_with_a_thought_where_that_is_forced(template: str | None) -> None:
+    with running(FakeEngine("so.</think>ok", template=template), Settings(force_think=True)) as server:
+        whole = server.chat(n=2)
+        assert [choice.message.content for choice in whole.choices] == ["<think>\nso.</think>ok"] * 2
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in server.chat(stream=True)) == "<think>\nso.</think>ok"
+        shown = "".join(map(chr, server.engine.requests[-1].prompt_ids))
+        assert shown.endswith("<think>\n")
+        assert shown.count("<think>") == 1
+        made = server.chat(response_format={"type": "json_object"})
+        assert made.choices[0].message.content == "so.</think>ok", "what a grammar begins is left to it"
+        assert template or "<think>" not in "".join(map(chr, server.engine.requests[-1].prompt_ids))
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [

@@ -53,4 +53,4 @@ def test_the_page_lists_every_path_and_metric_and_flag() -> None:
     assert listed | {"/v1/models/{name}"} == paths | {"/openapi.json"}
     assert first_column("metric") == {name for name in metrics if not name.endswith("_created")}
     flags = {name.removeprefix("--").split(" ")[0] for name in first_column("KTransformers' flag")}
-    assert flags == {*ALIASES, "model_dir", "web_cross_domain"}
+    assert flags == {*ALIASES, "model_dir", "architectures", "web_cross_domain"}

@@ -23,9 +23,9 @@ PATIENCE = 3
 """Ctrl-C so many times ends the program where the engine doesn't stop an answer."""
 
 
-def answer(engine: Engine, request: Request, question: str, display: Display) -> Turn:
-    """The answer to a request, shown on `display` on its way. Ctrl-C cancels it, and what has come by then is the answer.
-    KtoptError where the engine refuses the request or fails."""
+def answer(engine: Engine, request: Request, question: str, display: Display, opening: str = "") -> Turn:
+    """The answer to a request, shown on `display` on its way; its `opening` the prompt has already. Ctrl-C cancels it, and what has
+    come by then is the answer. KtoptError where the engine refuses the request or fails."""
     events: queue.Queue[Event] = queue.Queue()
     text: list[str] = []
     with _Interrupts.caught() as interrupts:
@@ -39,6 +39,7 @@ def answer(engine: Engine, request: Request, question: str, display: Display) ->
                     case Reading(read_tokens=done, prompt_tokens=total):
                         display.reading(done, total)
                     case Piece(text=piece):
+                        piece = piece if text else opening + piece
                         text.append(piece)
                         display.add(piece)
         finally:

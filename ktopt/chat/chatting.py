@@ -82,7 +82,7 @@ class Chat:
             sampling = replace(sampling, seed=(sampling.seed + self.asked) % (1 << 64))
         request = Request(prompt_ids=ids, max_tokens=max_tokens, sampling=sampling, client="chat")
         self.screen.gap()
-        turn = answer(self.engine, request, question, self.screen.display())
+        turn = answer(self.engine, request, question, self.screen.display(), self.template.opening)
         self.screen.gap()
         self.asked += 1
         for remark in self.screen.remarks.taken():

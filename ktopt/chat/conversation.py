@@ -59,14 +59,16 @@ class Conversation:
 
 class Template:
     """Makes tokens of a conversation: by the chat template of the model's tokenizer, or, `raw`, by putting the texts one after the
-    other. UsageError for a model without a template that isn't `raw`."""
+    other. With an `opening` every answer begins with that. UsageError for a model without a template that isn't `raw`."""
 
-    def __init__(self, tokenizer: Any, raw: bool = False) -> None:
+    def __init__(self, tokenizer: Any, raw: bool = False, opening: str = "") -> None:
         if not raw and not getattr(tokenizer, "chat_template", None):
             raise UsageError(
                 "this model has no chat template, so it knows no messages: --raw continues what you write, as it is, instead"
             )
-        self._tokenizer, self.raw = tokenizer, raw
+        self._tokenizer, self.raw, self.opening = tokenizer, raw, opening
+        texts = (opening, opening.rstrip()) if opening else ()
+        self._openings = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
     def ids(self, system: str | None, turns: Sequence[Turn], question: str) -> tuple[int, ...]:
         """The tokens of a prompt that asks `question` after these turns. KtoptError where the template can't have it so."""
@@ -83,7 +85,11 @@ class Template:
             made = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
         except TemplateError as error:
             raise KtoptError(f"the model's chat template refuses this conversation: {error}") from error
-        return tuple(made["input_ids"])
+        ids = tuple(made["input_ids"])
+        for there in self._openings:  # where the template begins answers so itself
+            if ids[-len(there) :] == there:
+                return ids[: -len(there)] + self._openings[0]
+        return ids + self._openings[0] if self._openings else ids
 
     def count(self, text: str, most: int) -> int:
         """The tokens of a text by itself, or, of one that has more than `most`, a number above that: counting ends there, since

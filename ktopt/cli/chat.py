@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.cli.loading import Loaded, add_generation, add_what_runs, check_generation, load
+from ktopt.cli.loading import Loaded, add_force_think, add_generation, add_what_runs, check_generation, load
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import UsageError
 from ktopt.plan_options import LONG_CONTEXT
@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prompt_file", "--prompt-file", dest="prompt_file", metavar="F", help="the first message: the text of a file"
     )
     add_generation(parser, max_tokens=1024)
+    add_force_think(parser)
     parser.add_argument("--quiet", "-q", action="store_true", help="leave out what each answer took")
 
 
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     check_generation(args)
     if args.raw and args.system:
         raise UsageError("--system needs a chat template, which --raw leaves out")
+    if args.raw and args.force_think:
+        raise UsageError("--force_think begins answers after a chat template, which --raw leaves out")
     first = [read_text(args.prompt_file)] if args.prompt_file is not None else []
     interactive = sys.stdin.isatty()
     if not interactive:
@@ -78,8 +81,9 @@ def _chat(args: argparse.Namespace, loaded: Loaded) -> tuple[Chat, Any]:
     from ktopt.chat.conversation import Conversation, Template
     from ktopt.chat.screen import Screen
     from ktopt.engine.single import SingleEngine
+    from ktopt.engine.text import THINKING
 
-    template = Template(loaded.tokenizer, args.raw)
+    template = Template(loaded.tokenizer, args.raw, THINKING if args.force_think else "")
     conversation = Conversation(args.system)
     template.ids(args.system, [], "hello")  # a template that takes no system message says so now
     if args.mode == LONG_CONTEXT:

@@ -74,6 +74,16 @@ def add_generation(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     parser.add_argument("--seed", metavar="N", type=int, help="make sampling repeatable")
 
 
+def add_force_think(parser: argparse._ActionsContainer) -> None:
+    """KTransformers' option, of chats."""
+    parser.add_argument(
+        "--force_think",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="begin every answer of a chat with <think>, for models that may leave it out (DeepSeek-R1)",
+    )
+
+
 def check_generation(args: argparse.Namespace) -> None:
     """UsageError for what can't be."""
     if not 1 <= args.max_tokens <= MOST_TOKENS:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.cli.loading import Loaded, add_what_runs, load
+from ktopt.cli.loading import Loaded, add_force_think, add_what_runs, load
 from ktopt.cli.options import model_argument, weights_exist
 from ktopt.cli.terminal import size
 from ktopt.diagnostics import KtoptError, UsageError
@@ -67,6 +67,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steady", action="store_true", help="answers have the same bits whoever else is answered; slower alone")
     group.add_argument("--prefix_folder", metavar="DIR", help="keep pages of prompts there, for when the server starts again")
     group.add_argument("--prefix_bytes", type=int, metavar="N", help=f"bytes that they may take (default {PREFIX_BYTES:,})")
+    add_force_think(group)
     group.add_argument("--max_waiting", type=int, default=256, metavar="N", help="requests that may wait (default 256)")
 
 
@@ -135,9 +136,16 @@ def run(args: argparse.Namespace) -> int:
         args.rules = replace(rules_for(model_argument(args), args.device or "cpu"), path=OWN_RULES)
         _tell(f"without RULES, by those that ktopt has for any model on {args.device or 'cpu'}")
     loaded = load(args, threads)
+    _check_class(args.architectures, loaded)
     with ExitStack() as kept:
         _serve(args, loaded, _engine(args, loaded, kept), settings, certificate)
     return 0
+
+
+def _check_class(wanted: str | None, loaded: Loaded) -> None:
+    """UsageError where the model isn't what --architectures says."""
+    if wanted not in (None, found := type(loaded.model).__name__):
+        raise UsageError(f"--architectures {wanted}: this model is a {found}; leave it out, since the model's config says so")
 
 
 def _serve(
@@ -162,6 +170,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         port=args.port,
         api_key=key,
         any_model=args.any_model,
+        force_think=args.force_think,
         max_new_tokens=args.max_new_tokens,
         max_prompt_tokens=args.max_prompt_tokens,
         max_body_bytes=args.max_body_bytes,

@@ -11,6 +11,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes half a character to."""
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
+THINKING = "<think>\n"
+"""With which models that think begin their answers."""
 
 
 class Detokenizer:

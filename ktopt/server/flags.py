@@ -24,7 +24,6 @@ REFUSED: dict[str, str] = {
     "--draft_model_dir": _SPECULATIVE,
     "--no_draft_scale": _SPECULATIVE,
     "--ngram_decoding": _SPECULATIVE,
-    "--architectures": "the model's config says them",
     "--json_mode": "requests say so: response_format",
     "--healing": _NOTHING,
     "--ban_strings": _NOTHING,
@@ -66,16 +65,14 @@ REFUSED: dict[str, str] = {
     "--user_algorithm": _NO_STORE,
     "--file_upload_dir": _NO_STORE,
     "--assistant_store_dir": _NO_STORE,
-    "--force_think": "chat templates begin answers; requests may give theirs variables: chat_template_kwargs",
     "--prompt_file": "is for `ktopt chat`",
     "--memory_gpu_only": _BY_CACHE_LENS,
     "--utilization_percentage": _BY_CACHE_LENS,
     "--cpu_memory_size_GB": _BY_CACHE_LENS,
-    "--no-use_cuda_graph": "there is nothing to turn off: decoding makes no CUDA graphs here",
     "--use_cuda_graph": "decoding makes no CUDA graphs here",
 }
 HARMLESS: dict[str, tuple[str, ...]] = {
-    "--no-force_think": (),
+    "--no-use_cuda_graph": (),
     "--tp": ("1",),
     "--sched_strategy": ("FCFS",),
     "--web": ("True", "true"),
@@ -96,6 +93,7 @@ def add_ktransformers(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gguf_path", metavar="W", help="--weights")
     group.add_argument("--optimize_config_path", metavar="RULES", help="RULES")
     group.add_argument("--cpu_infer", metavar="N", help="--threads")
+    group.add_argument("--architectures", metavar="CLASS", help="what the model must be; any other is refused")
     group.add_argument("--web_cross_domain", metavar="BOOL", help="True is --allowed-origins '*'")
     for name, why in REFUSED.items():
         parser.add_argument(name, action=_Refused, nargs="?", const=why, help=argparse.SUPPRESS, default=argparse.SUPPRESS)

@@ -31,6 +31,7 @@ class Settings:
 
     api_key             what requests must bring as a bearer token; None asks for none
     any_model           take requests for whatever model name, as KTransformers does
+    force_think         answers to chats begin with THINKING, where they aren't constrained
     max_new_tokens      new tokens of a request at most, and where it doesn't say
     max_prompt_tokens   of a prompt at most; None leaves the model's context as the bound
     max_body_bytes      of a request
@@ -49,6 +50,7 @@ class Settings:
     port: int = DEFAULT_PORT
     api_key: str | None = None
     any_model: bool = False
+    force_think: bool = False
     max_new_tokens: int = 2000
     max_prompt_tokens: int | None = None
     max_body_bytes: int = 8 << 20

@@ -99,7 +99,8 @@ class Prompts:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
 
     async def of_messages(self, messages: Messages, suffix: str = "", **options: Any) -> list[int]:
-        """Tokens of messages, and of `suffix`, with which an answer begins. ApiError where the template doesn't take them."""
+        """Tokens of messages, and of `suffix`, with which an answer begins, by the template or else by this. ApiError where the
+        template doesn't take them."""
         return await self._run(lambda: self._render(messages, suffix, options))
 
     async def of_text(self, text: str) -> list[int]:
@@ -127,6 +128,8 @@ class Prompts:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             raise invalid("messages", f"the model's chat template doesn't take them: {str(error)[:200]}") from None
+        if suffix and text.rstrip().endswith(suffix.rstrip()):
+            text = text.rstrip().removesuffix(suffix.rstrip())
         return list(self.tokenizer(text + suffix, add_special_tokens=False)["input_ids"])
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktopt.engine.request import GrammarSpec, Request
+from ktopt.engine.text import THINKING
 from ktopt.server.answering import WaitingResponse
 from ktopt.server.errors import invalid, unsupported
 from ktopt.server.messages import template_messages, template_tools
@@ -46,7 +47,9 @@ async def chat(service: Service, request: ChatRequest, client: str) -> WaitingRe
     if calling.tools:
         options["tools"] = calling.tools
     messages = template_messages(request, service.prompts.template)
-    prompt = await service.prompts.of_messages(messages, calling.prefix, **options)
+    grammar = calling.grammar or _grammar(request)
+    opening = THINKING if service.settings.force_think and grammar is None else ""
+    prompt = await service.prompts.of_messages(messages, calling.prefix or opening, **options)
     id = uuid.uuid4().hex
     asked, param = _max_tokens(request)
     made = Request(
@@ -57,7 +60,7 @@ async def chat(service: Service, request: ChatRequest, client: str) -> WaitingRe
         stop=request.stops,
         ignore_eos=bool(request.ignore_eos),
         keep_special=calling.form is not None and calling.form.special,
-        grammar=calling.grammar or _grammar(request),
+        grammar=grammar,
         client=client,
         id=id,
     )
@@ -69,6 +72,7 @@ async def chat(service: Service, request: ChatRequest, client: str) -> WaitingRe
         logprobs=bool(request.logprobs),
         form=calling.form,
         prefix=calling.prefix,
+        opening=opening,
         one_call=request.parallel_tool_calls is False,
         named=calling.named,
     )

@@ -29,9 +29,9 @@ def call_id(form: Format) -> str:
 class _Choice:
     """One choice so far."""
 
-    def __init__(self, form: Format | None, prefix: str) -> None:
+    def __init__(self, form: Format | None, prefix: str, opening: str) -> None:
         self.reader = CallReader(form) if form else None
-        self.texts: list[str] = []
+        self.texts = [opening]
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
         self.finish = ""
@@ -44,6 +44,7 @@ class ChatWriter:
 
     form      how the model calls tools, where it may
     prefix    what the prompt already has of a call that is forced
+    opening   text that the prompt already has of an answer
     one_call  end an answer after its first call
     named     a forced call of one tool by its name: such an answer ends with "stop", as OpenAI's do
     """
@@ -57,16 +58,17 @@ class ChatWriter:
         logprobs: bool = False,
         form: Format | None = None,
         prefix: str = "",
+        opening: str = "",
         one_call: bool = False,
         named: bool = False,
     ) -> None:
         self.head, self.bytes_of, self.logprobs = head, bytes_of, logprobs
         self.form, self.one_call, self.named = form, one_call and n == 1, named
-        self.choices = [_Choice(form, prefix) for _ in range(n)]
-        self.enough = False
+        self.choices = [_Choice(form, prefix, opening) for _ in range(n)]
+        self.opening, self.enough = opening, False
 
     def begin(self) -> str:
-        first = json.dumps({"role": "assistant", "content": "", "refusal": None})
+        first = json.dumps({"role": "assistant", "content": self.opening, "refusal": None})
         return "".join(self.head.chunk(_CHOICE.format(index, first, "null", "null")) for index in range(len(self.choices)))
 
     def chunks(self, prompt: int, event: Event) -> str:
