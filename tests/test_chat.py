@@ -170,10 +170,11 @@ def test_files_that_can_not_be_read_say_why(tmp_path: Path) -> None:
         "huge": "4,194,305 bytes, and a message may have 4,194,304",
         "pipe": "a device or a pipe",
         "missing": "No such file",
+        "~nobody.of.this.name/x": "No such file",
         "": "Is a directory",
     }.items():
         with pytest.raises(UsageError, match=said):
-            read_text(str(tmp_path / name))
+            read_text(name if name[:1] == "~" else str(tmp_path / name))
     (tmp_path / "windows").write_bytes("\ufeffa\r\nb".encode())
     assert read_text(str(tmp_path / "windows")) == "a\nb"
 
@@ -217,6 +218,8 @@ def test_saved_as_json_and_as_markdown_and_never_over_another_file_unasked(chat:
     for path, said in {"talk.txt": "must end in .md or .json", "nowhere/talk.md": "can't be written"}.items():
         with pytest.raises(UsageError, match=said):
             run_command(chat, f"/save {tmp_path}/{path}")
+    with pytest.raises(UsageError, match="can't be written"):
+        run_command(chat, "/save ~nobody.of.this.name/talk.md")
 
 
 def test_a_full_context_is_refused_with_numbers_and_what_to_do_and_nothing_is_lost() -> None:
@@ -263,6 +266,7 @@ def test_an_answer_has_no_more_tokens_than_the_context_has_room_for(capsys: pyte
     ("/stats now", "takes nothing"),
     ("/drop x", "from 1 on, not x"),
     ("/drop 0", "from 1 on, not 0"),
+    (f"/drop {'9' * 5000}", "from 1 on, not 9"),
     ("/drop", "no turns"),
     ("/undo", "no turn"),
     ("/retry", "no message"),
@@ -311,6 +315,13 @@ def test_a_history_that_can_not_be_kept_says_so(monkeypatch: pytest.MonkeyPatch,
     history, why = open_history()
     assert "Not a directory" in why
     history.append_string("kept for this chat")
+
+    def without_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "expanduser", without_home)
+    assert "home directory" in open_history()[1]
 
 
 def test_a_long_history_keeps_its_newer_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

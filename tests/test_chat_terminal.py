@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,6 +90,20 @@ def test_ctrl_d_leaves_and_the_terminal_echoes_again(start: Start) -> None:
     terminal.wait_for("left")
     assert terminal.end() == 0
     assert terminal.raw.count(b"\x1b[?25h") >= terminal.raw.count(b"\x1b[?25l")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("answering", [True, False])
+def test_a_signal_to_end_leaves_the_terminal_as_it_was(start: Start, answering: bool, number: int) -> None:
+    terminal = start()
+    if answering:
+        terminal.type("long\r")
+        terminal.wait_for("word40")
+    os.kill(terminal.pid, number)
+    assert terminal.end() == 128 + number
+    assert termios.tcgetattr(terminal._terminal)[3] & termios.ECHO
+    assert terminal.raw.rfind(b"\x1b[?25h") >= terminal.raw.rfind(b"\x1b[?25l")
+    assert b"Traceback" not in terminal.raw
 
 
 def test_keys_that_are_pressed_during_an_answer_wait_for_the_next_message(start: Start) -> None:

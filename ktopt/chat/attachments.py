@@ -23,7 +23,7 @@ class Attachment:
 
 def read_text(path: str, most_bytes: int = MOST_BYTES) -> str:
     """The text of a file. UsageError for what isn't there, isn't a file, is larger than `most_bytes`, or isn't UTF-8."""
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))  # ~ of somebody who isn't there stays as it is
     try:
         with open(place, "rb", opener=_without_waiting) as file:
             kind = os.fstat(file.fileno())

@@ -13,6 +13,9 @@ from ktopt.diagnostics import KtoptError
 from ktopt.operator import nearest
 from ktopt.render.style import plural
 
+MOST_DIGITS = 9
+"""Of a number of turns."""
+
 
 class Leave(Exception):
     """The chat is over."""
@@ -119,8 +122,8 @@ def _retry(chat: Chat, _: str) -> str:
 
 
 def _drop(chat: Chat, text: str) -> str:
-    if not (text or "1").isdecimal() or not (count := int(text or "1")):
-        raise KtoptError(f"/drop [N]: a number of turns from 1 on, not {text}")
+    if not (text or "1").isdecimal() or len(text) > MOST_DIGITS or not (count := int(text or "1")):
+        raise KtoptError(f"/drop [N]: a number of turns from 1 on, not {text[:40]}")
     dropped = chat.conversation.drop(count)
     if not dropped:
         raise KtoptError("the model sees no turns that it could forget")

@@ -21,10 +21,11 @@ def state_folder() -> Path:
 
 def open_history() -> tuple[History, str]:
     """The history, and why it won't outlive this chat, or ""."""
-    path = state_folder() / "ktopt" / "chat_history"
+    path = Path("chat_history")
     try:
+        path = state_folder() / "ktopt" / path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         _shorten(path)
     except (OSError, RuntimeError) as error:
         return InMemoryHistory(), f"{path}: {getattr(error, 'strerror', None) or error}; the history ends with this chat"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import termios
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -102,12 +104,21 @@ class _Completer(Completer):
 @contextmanager
 def keys_wait() -> Iterator[None]:
     """While this lasts, keys that are pressed between prompts don't show among what is written, and the next prompt reads them as
-    they are. Ctrl-C interrupts as always."""
+    they are. Ctrl-C interrupts as always. SIGTERM and SIGHUP end the program by SystemExit, so that all who changed the terminal
+    put it back."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     waiting = [before[0] & ~termios.ICRNL, *before[1:3], before[3] & ~(termios.ECHO | termios.ICANON), *before[4:]]
     termios.tcsetattr(terminal, termios.TCSADRAIN, waiting)
+    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)

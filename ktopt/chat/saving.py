@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ ENDINGS = (".md", ".json")
 def save(conversation: Conversation, model: str, path: str, *, overwrite: bool = False) -> Path:
     """Write a conversation, turns included that the model no longer sees; where to. FileExistsError where there is such a file and
     it isn't to be overwritten, UsageError for another ending and where it can't be written."""
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))  # ~ of somebody who isn't there stays as it is
     if place.suffix not in ENDINGS:
         raise UsageError(f"{path}: the name must end in {' or '.join(ENDINGS)}, which says what is written")
     text = (as_markdown if place.suffix == ".md" else as_json)(conversation, model)

@@ -48,7 +48,7 @@ class Config(settings.Config):
 def find_config() -> Path | None:
     """The first file at one of PLACES that is a config, or None."""
     for place in PLACES:
-        path = Path(place).expanduser()
+        path = Path(os.path.expanduser(place))  # without a home ~ stays as it is, and isn't there
         if path.is_file() and is_config(parse(read_source(path), Report())):
             return path
     return None
