@@ -197,16 +197,20 @@ def test_closing_lets_what_runs_end_and_then_cancels_it(monkeypatch: pytest.Monk
         assert engine.cache.used_pages == 0
 
 
-def test_an_engine_that_breaks_says_so_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["give_up", "_drop_cancelled"])
+def test_an_engine_that_breaks_says_so_and_keeps_nobody_waiting(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, events = make_engine(monkeypatch), []
 
     def broken(*args: Any) -> None:
         raise RuntimeError("the books are wrong")
 
-    engine._scheduler.plan = engine.give_up = broken  # type: ignore[method-assign,assignment]
+    engine._scheduler.plan = broken  # type: ignore[method-assign]
+    setattr(engine, part, broken)
     job = engine.submit(Request(prompt_ids=(1,), max_tokens=1), events.append)
     assert job.wait(20)
     assert last(events).message == "the engine is broken, and has ended"
-    with pytest.raises(Refused, match="shutting down"):
+    assert engine.status().closing
+    assert engine.status().waiting == 0
+    with pytest.raises(Refused, match="broken"):
         engine.submit(Request(prompt_ids=(1,), max_tokens=1), events.append)
     engine.close()

@@ -50,7 +50,7 @@ class Worker(ABC):
         self._changed = threading.Condition()  # guards what follows
         self._waiting: FairQueue[Job] = FairQueue(max_waiting)
         self._running: list[Job] = []
-        self._closing = self._cancelling = False
+        self._closing = self._cancelling = self._broken = False
         self._refused: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._recent: deque[tuple[float, int, int]] = deque()
@@ -103,6 +103,8 @@ class Worker(ABC):
         return EventStream(lambda on_event: self.submit(request, on_event))
 
     def _check_open(self, client: str) -> None:
+        if self._broken:
+            raise Refused("shutting_down", "this engine is broken and has ended: the log says why; start it again")
         if self._closing:
             raise Refused("shutting_down", "this engine is shutting down and takes no more requests")
         if not self._waiting.has_room(client):
@@ -161,33 +163,37 @@ class Worker(ABC):
         self.close()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._running and not self._closing:
-                    self._changed.wait()
-                if self._closing and not self._waiting and not self._running:
-                    return
-                if self._cancelling:
-                    for job in (*self._running, *self._waiting):
-                        job.cancelled = True
-            self._drop_cancelled()
-            try:
-                self.work()
-            except Exception as error:
-                log.exception("a step failed, and with it the requests that were running")
+        try:
+            while self._has_work():
+                self._drop_cancelled()
                 try:
+                    self.work()
+                except Exception as error:
+                    log.exception("a step failed, and with it the requests that were running")
                     self.give_up(error)
-                except Exception:
-                    log.critical("this engine is broken, and ends", exc_info=True)
-                    self._abandon()
-                    return
+        except BaseException:
+            log.critical("this engine is broken, and ends", exc_info=True)
+            self._abandon()
+
+    def _has_work(self) -> bool:
+        """Wait until there is some; False once there will be none."""
+        with self._changed:
+            while not self._waiting and not self._running and not self._closing:
+                self._changed.wait()
+            if self._cancelling:
+                for job in (*self._running, *self._waiting):
+                    job.cancelled = True
+            return bool(self._waiting or self._running)
 
     def _abandon(self) -> None:
         """Fail whatever there is, so that nobody waits forever."""
         with self._changed:
-            self._closing = True
-            jobs = [*self._running, *self._waiting]
+            self._closing = self._broken = True
+            waiting = list(self._waiting)
+            jobs = [*self._running, *waiting]
             self._running.clear()
+            for job in waiting:
+                self._waiting.remove(job)
         for job in jobs:
             if not job.done:
                 job.fail("the engine is broken, and has ended")

@@ -18,9 +18,11 @@ MOST_STEPS = 4096
 
 
 def health(service: Service) -> Response:
-    """200 while requests are taken, 503 once the server stops."""
+    """200 while requests are taken, 503 once the server stops, or its engine has ended without being told to."""
     if service.traffic.closing:
         return JSONResponse({"status": "stopping"}, 503, {"Retry-After": "1"})
+    if service.engine.status().closing:
+        return JSONResponse({"status": "failed"}, 503)
     return JSONResponse({"status": "ok"})
 
 

@@ -121,7 +121,7 @@ class Models(Answered):
 
 
 class Health(Answered):
-    status: Literal["ok", "stopping"]
+    status: Literal["ok", "stopping", "failed"]
 
 
 class Status(BaseModel):
