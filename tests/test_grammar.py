@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from engine_fixtures import TOKENIZER, last, make_engine, tokens_of
 
 from ktopt.engine.events import Piece
 from ktopt.engine.grammar import Grammars
+from ktopt.engine.grammar_check import CHECK_S, Checker
 from ktopt.engine.request import GrammarSpec, Refused, Request, Sampling
 from ktopt.weights.gguf_tokenizer import tokenizer_from_gguf
 
@@ -140,6 +143,21 @@ def test_what_can_not_be_compiled_is_refused_in_bounded_time(grammars: Grammars,
         grammars.matcher(HOSTILE[name])
     assert time.monotonic() - again < 0.5  # it is remembered
     assert not grammars.matcher(schema({"type": "integer"})).complete
+
+
+def test_a_busy_machine_refuses_no_schema() -> None:
+    """The process waits for longer than it may compute."""
+    checker = Checker()
+    try:
+        assert checker.fault_of(schema({"type": "integer"})) == ""
+        process = checker._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(CHECK_S + 0.3, process.send_signal, [signal.SIGCONT]).start()
+        assert checker.fault_of(schema({"type": "string"})) == ""
+        assert checker._process is process
+    finally:
+        checker.close()
 
 
 def test_a_schema_is_refused_by_submit_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

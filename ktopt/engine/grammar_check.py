@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,9 @@ from ktopt.engine.request import GrammarSpec
 WHITESPACE = r"( |\n[ \t]{0,40})?"
 """Between the tokens of JSON: less than JSON allows, since models that may write any whitespace write it forever."""
 CHECK_S = 2.0
-"""Seconds that a grammar may take to compile."""
+"""Seconds of processor time that a grammar may take to compile: a machine that is busy refuses none for that."""
+PATIENCE_S = 20.0
+"""Seconds that it may take in all."""
 CHECK_BYTES = 2 << 30
 """Memory that it may take."""
 START_S = 30.0
@@ -72,7 +75,7 @@ class Checker:
             try:
                 process.stdin.write(json.dumps([spec.kind, spec.text]) + "\n")
                 process.stdin.flush()
-                answer = self._line(process, CHECK_S)
+                answer = self._line(process, PATIENCE_S)
             except BrokenPipeError:
                 answer = ""
             if answer:
@@ -112,7 +115,16 @@ def main() -> None:
 
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        print(json.dumps(fault_of(GrammarSpec(*json.loads(line)))), flush=True)
+        _end_after(CHECK_S)
+        fault = fault_of(GrammarSpec(*json.loads(line)))
+        _end_after(0)
+        print(json.dumps(fault), flush=True)
+
+
+def _end_after(processor_s: float) -> None:
+    """Have the process end by a signal once it has taken so much time, whatever it does then; 0: not any more."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, processor_s)
 
 
 if __name__ == "__main__":
