@@ -112,6 +112,8 @@ def test_flags_that_ask_for_what_is_so_anyway_are_taken() -> None:
         (["--backend_type", "ktransformers", "--cache_lens", "5"], "is of the paged cache"),
         (["--mode", "long_context", "--backend_type", "balance_serve"], "leave out --backend_type"),
         (["--temperature", "-1"], "temperature"),
+        (["--api_key", "a key"], "no blanks"),
+        (["--api_key", "key\n"], "no blanks or control"),
         (["--backend_type", "ktransformers", "--prefix_folder", "x"], "is of the paged cache"),
         (["--prefix_bytes", "5"], "is of --prefix_folder"),
         (["--web_cross_domain", "maybe"], "True or False"),

@@ -165,6 +165,8 @@ def _tell(text: str) -> None:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     key = args.api_key if args.api_key is not None else os.environ.get("KTOPT_API_KEY") or None
+    if key is not None and (" " in key or not key.isprintable()):
+        raise UsageError("--api_key: a key has no blanks or control characters, which no request could bring")
     return Settings(
         host=args.host,
         port=args.port,
