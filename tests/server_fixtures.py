@@ -15,6 +15,7 @@ import uvicorn
 from fake_engine import FakeEngine
 
 from ktopt.server.app import create_app
+from ktopt.server.connection import MOST_HEAD_BYTES, Connection
 from ktopt.server.settings import Served, Settings
 
 
@@ -55,7 +56,11 @@ def running(engine: Any = None, settings: Settings | None = None, served: Served
     engine = engine or FakeEngine()
     app = create_app(engine, settings or Settings(), served or Served(names=("fake", "other"), created=1))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(
+        app, http=Connection, h11_max_incomplete_event_size=MOST_HEAD_BYTES, log_config=None, access_log=False, ws="none",
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     wait_for(lambda: server.started)

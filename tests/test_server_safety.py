@@ -8,15 +8,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
 import openai
-from fake_engine import FakeEngine
+from fake_engine import CharacterTokenizer, FakeEngine
+from pydantic import ValidationError
 from server_fixtures import Running, running, wait_for
 
+from ktopt.server.errors import first_problem
+from ktopt.server.protocol.chat import ChatRequest
+from ktopt.server.protocol.common import Generation
+from ktopt.server.protocol.completions import CompletionRequest
 from ktopt.server.settings import Settings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -53,6 +60,28 @@ def test_a_body_that_is_no_good_is_a_400(server: Running, body: bytes, says: str
         assert response.status_code == 400
         assert says in response.json()["error"]["message"]
         assert response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "says"),
+    [
+        (CompletionRequest, {"prompt": ["a"] * 50_000 + [1]}, "prompt"),
+        (CompletionRequest, {"prompt": [["a"] * 50_000] * 64}, "prompt"),
+        (CompletionRequest, {"prompt": "a", "stop": [5] * 16}, "stop[0]"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(key): "x" for key in range(50_000)}}, "50,000 keys"),
+        (CompletionRequest, {"prompt": "a", **{f"k{key}": 1 for key in range(50_000)}}, "Unknown parameter: 'k0'"),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}] * 4000}, "messages[0].content"),
+        (ChatRequest, {"messages": [{"role": "user", **{f"k{key}": 1 for key in range(50_000)}}]}, "messages[0].k0"),
+        (ChatRequest, {**CHAT, "metadata": {f"k{key}": 1 for key in range(50_000)}}, "50,000 keys"),
+        (ChatRequest, {**CHAT, "tools": [5] * 128}, "tools[0]"),
+    ],
+)
+def test_a_body_with_many_mistakes_is_refused_for_the_first_few(kind: type[Generation], body: dict[str, Any], says: str) -> None:
+    """Telling all of them would hold up everybody for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert len(caught.value.errors()) <= 8
+    assert says in first_problem(caught.value).message
 
 
 def test_whole_surrogate_pairs_are_characters(server: Running) -> None:
@@ -96,6 +125,54 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
+def test_a_head_has_so_many_bytes_and_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktopt.server.connection.HEAD_TIMEOUT_S", 0.3)
+    with running() as server:
+
+        def connected() -> socket.socket:
+            return socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+        with connected() as endless, connected() as silent, connected() as slow:
+            with suppress(OSError):
+                for _ in range(100):
+                    endless.sendall(b"GET / HTTP/1.1\r\n" + b"X: " + b"x" * 100_000)
+            assert silent.recv(1) == b""
+            with suppress(OSError):
+                for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n":
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.02)
+                assert slow.recv(1) == b""
+        with connected() as kept:
+            for _ in range(3):
+                kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+                time.sleep(0.4)
+            kept.sendall(b"GET /heal")
+            assert kept.recv(1) == b""
+        assert server.http.get("/health").status_code == 200
+
+
+def test_what_is_no_http_is_refused_in_the_same_shape(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_an_offer_of_another_protocol_is_passed_over(server: Running) -> None:
+    """Clients in Java make it with each request."""
+    headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABk"}
+    assert server.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+
+
+def test_health_tells_of_an_engine_that_has_ended_by_itself() -> None:
+    with running() as server:
+        server.engine.closed = True
+        response = server.http.get("/health")
+        assert (response.status_code, response.json()) == (503, {"status": "failed"})
+
+
 def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Running) -> None:
     for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405)):
         response = server.http.request(method, path)
@@ -126,6 +203,8 @@ def test_a_name_of_another_site_is_no_name_of_this_server(server: Running) -> No
 
     assert [by(host) for host in ("localhost:1", "127.0.0.1", "[::1]:80", "192.168.0.7:10002", socket.gethostname())] == [200] * 5
     assert [by(host) for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:10002")] == [403] * 3
+    assert [by(host) for host in ("[127.0.0.1].evil.example", "localhost:1@evil.example", "localhost:1:evil.example")] == [403] * 3
+    assert by("localhost.:1") == by("") == 200
     assert by("localhost:1", Origin="http://localhost:1") == 200
     assert by("localhost:1", Origin="http://localhost:2") == 403
     assert by("localhost:1", Origin="null") == 403
@@ -207,6 +286,21 @@ def test_a_prompt_that_takes_too_long_to_make_is_given_up() -> None:
     with running(FakeEngine(template=template), Settings(template_timeout_s=0.05)) as server:
         response = server.post()
         assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_too_slow")
+
+
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    tokens_of = CharacterTokenizer.__call__
+    monkeypatch.setattr(CharacterTokenizer, "__call__", lambda self, text, **given: read.append(len(text)) or tokens_of(self, text))
+    with running(FakeEngine(context_tokens=100_000)) as server:
+        for path, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "x" * 5_000_000}]}),
+            ("completions", {"prompt": "x" * 5_000_000}),
+        ):
+            response = server.http.post(f"/v1/{path}", json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert sum(read) < 300_000
+        assert server.post(messages=[{"role": "user", "content": "x" * 90_000}], max_tokens=1).status_code == 200
 
 
 def test_prompts_longer_than_this_server_takes_are_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,9 +102,6 @@ def check_request(request: Request, words: int, context_tokens: int) -> None:
     long = max(map(len, request.stop), default=0)
     _need(len(request.stop) <= MOST_STOPS, f"there may be {MOST_STOPS} stop texts, and here are {len(request.stop)}")
     _need(long <= LONGEST_STOP, f"a stop text may have {LONGEST_STOP} characters, and one has {long}")
-    _check_tokens("prompt", request.prompt_ids, words)
-    _check_tokens("stop_ids", request.stop_ids, words)
-    check_sampling(request.sampling, words)
     if (asked := count + request.max_tokens) > context_tokens:
         less = f"ask for at most {context_tokens - count}, or " if count < context_tokens else ""
         raise Refused(
@@ -113,6 +110,9 @@ def check_request(request: Request, words: int, context_tokens: int) -> None:
             f"{context_tokens}: {less}shorten the prompt",
             prompt_tokens=count, max_tokens=request.max_tokens, context_tokens=context_tokens,
         )  # fmt: skip
+    _check_tokens("prompt", request.prompt_ids, words)
+    _check_tokens("stop_ids", request.stop_ids, words)
+    check_sampling(request.sampling, words)
 
 
 def check_sampling(sampling: Sampling, words: int) -> None:
@@ -130,13 +130,14 @@ def check_sampling(sampling: Sampling, words: int) -> None:
     for name, value, least, most in ranges:
         said = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
         _need(value is None or (least <= value <= most and not math.isinf(value)), f"{name} must be {said}, not {value}")
-    _check_tokens("logit_bias", (token for token, _ in sampling.logit_bias), words)
+    _check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], words)
     _need(all(-100 <= bias <= 100 for _, bias in sampling.logit_bias), "a bias of logit_bias must be from -100 to 100")
 
 
-def _check_tokens(name: str, tokens: Iterable[int], words: int) -> None:
-    for token in tokens:
-        _need(0 <= token < words, f"{name} has token {token}, and this model's are from 0 to {words - 1}")
+def _check_tokens(name: str, tokens: Sequence[int], words: int) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < words:
+        wrong = next(token for token in tokens if not 0 <= token < words)
+        _need(False, f"{name} has token {wrong}, and this model's are from 0 to {words - 1}")
 
 
 def _need(holds: bool, otherwise: str) -> None:

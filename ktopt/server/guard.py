@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 
 from starlette.datastructures import Headers
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ktopt.server.errors import ApiError
 from ktopt.server.settings import Settings
 
+_WITH_PORT = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^:@\[\]]+?))\.?(:[0-9]*)?")
 OPEN = ("/", "/health", "/favicon.ico")
 """Paths that need no key: the page is the same for everyone, and asks for the key itself."""
 
@@ -80,9 +82,8 @@ def _digest(key: bytes) -> bytes:
 def _name_of(host: str) -> str:
     """A Host header without its port."""
     host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    found = _WITH_PORT.fullmatch(host)
+    return (found["address"] or found["name"]) if found is not None else host
 
 
 def _is_address(name: str) -> bool:

@@ -15,6 +15,7 @@ import uvicorn
 from ktopt.diagnostics import KtoptError
 from ktopt.engine.engine import Engine
 from ktopt.server.app import create_app
+from ktopt.server.connection import MOST_HEAD_BYTES, Connection
 from ktopt.server.settings import Served, Settings
 from ktopt.server.traffic import Traffic
 
@@ -41,6 +42,8 @@ def serve(
             key, certificates = certificate or (None, None)
             config = uvicorn.Config(
                 app,
+                http=Connection,
+                h11_max_incomplete_event_size=MOST_HEAD_BYTES,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -34,7 +34,8 @@ class Service:
         self.engine, self.settings, self.served = engine, settings, served
         self.metrics = Metrics(engine, served.name)
         self.traffic = Traffic(engine, settings, self.metrics)
-        self.prompts = Prompts(engine.tokenizer, settings.template_timeout_s)
+        most = min(engine.context_tokens, settings.max_prompt_tokens or engine.context_tokens)
+        self.prompts = Prompts(engine.tokenizer, settings.template_timeout_s, most)
         call = self.prompts.template.call
         self.form: Format | None = form_of(call) if call else None
         self.bytes_of = lru_cache(KNOWN_TOKENS)(lambda token: token_bytes(engine.tokenizer, token))

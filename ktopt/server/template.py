@@ -26,6 +26,11 @@ _TOOL = {
 _QUESTION = {"role": "user", "content": "probe"}
 THREADS = 2
 
+PIECE_CHARACTERS = 64 << 10
+"""Of a text of more than that, tokens are counted piece by piece."""
+CUT_TOKENS = 16
+"""More than there are in place of others where a piece begins or ends within one."""
+
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
@@ -91,10 +96,11 @@ def _tried(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 class Prompts:
-    """Makes prompts in threads of its own: those of one server."""
+    """Makes prompts in threads of its own: those of one server. Texts of more than `most_tokens` tokens are refused before all of
+    them is read, so that they hold up nobody."""
 
-    def __init__(self, tokenizer: Any, timeout_s: float) -> None:
-        self.tokenizer, self.timeout_s = tokenizer, timeout_s
+    def __init__(self, tokenizer: Any, timeout_s: float, most_tokens: int) -> None:
+        self.tokenizer, self.timeout_s, self.most_tokens = tokenizer, timeout_s, most_tokens
         self.template = learn(tokenizer)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
 
@@ -105,7 +111,7 @@ class Prompts:
 
     async def of_text(self, text: str) -> list[int]:
         """Tokens of a text, with those that the tokenizer begins one with."""
-        return await self._run(lambda: list(self.tokenizer(text)["input_ids"]))
+        return await self._run(lambda: self._ids(text))
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens."""
@@ -130,7 +136,17 @@ class Prompts:
             raise invalid("messages", f"the model's chat template doesn't take them: {str(error)[:200]}") from None
         if suffix and text.rstrip().endswith(suffix.rstrip()):
             text = text.rstrip().removesuffix(suffix.rstrip())
-        return list(self.tokenizer(text + suffix, add_special_tokens=False)["input_ids"])
+        return self._ids(text + suffix, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        found = 0
+        for place in range(0, len(text) - PIECE_CHARACTERS, PIECE_CHARACTERS):
+            piece = text[place : place + PIECE_CHARACTERS]
+            found += len(self.tokenizer(piece, add_special_tokens=False)["input_ids"]) - CUT_TOKENS
+            if found > self.most_tokens:
+                message = f"the prompt has more than {found} tokens, and it may have {self.most_tokens} here: shorten it"
+                raise ApiError(400, message, code="context_length_exceeded")
+        return list(self.tokenizer(text, **options)["input_ids"])
 
     def close(self) -> None:
         """End the threads, without waiting for what they still do."""

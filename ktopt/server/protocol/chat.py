@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from ktopt.server.protocol.common import Generation, Strict, refuse_values
+from ktopt.server.protocol.common import Generation, Strict, few_and_right, refuse_values
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024
@@ -25,7 +25,7 @@ class Part(Strict):
     file: Any = None
 
 
-Content = str | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS)]
+Content = str | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
 
 
 class Instructions(Strict):
@@ -58,7 +58,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     refusal: str | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     reasoning_content: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
@@ -123,18 +123,18 @@ class ChatRequest(Generation):
     """OpenAI's parameters, those of other servers that change how tokens are chosen (top_k, min_p, repetition_penalty, ignore_eos),
     and chat_template_kwargs, which the chat template gets as variables."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: Annotated[TextFormat | ObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
 
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(few_and_right)] = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -144,7 +144,7 @@ class ChatRequest(Generation):
     audio: Any = None
     function_call: Any = None
     functions: Any = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Field(fail_fast=True)] | None = None
     prediction: Any = None
     verbosity: str | None = None
     web_search_options: Any = None

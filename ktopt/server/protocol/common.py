@@ -4,19 +4,42 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ktopt.server.errors import ApiError, unsupported
 
 MOST_STOPS = 16
-MOST_BIASES = 1024
 STOP_CHARACTERS = 256
+
+
+MOST_KEYS = 128
+"""More than any object here has fields."""
+MOST_NAMED = 1024
+"""Keys of an object that may have whatever keys."""
+
+
+def few_and_right(given: Any) -> Any:
+    """Refuses an object of too many keys before its values are looked at, each of which may be wrong."""
+    if isinstance(given, dict) and len(given) > MOST_NAMED:
+        raise PydanticCustomError("too_long", f"has {len(given):,} keys, and there may be {MOST_NAMED:,}")  # type: ignore[misc]
+    return given
 
 
 class Strict(BaseModel):
     """A JSON object that has no other keys than these, and their values of just these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_key(cls, given: Any) -> Any:
+        """An object of a million keys has at least one that is unknown: that one is enough to refuse, and costs no time."""
+        if not isinstance(given, dict) or len(given) <= MOST_KEYS:
+            return given
+        known = {name for key, field in cls.model_fields.items() for name in (key, field.alias) if name}
+        unknown = next(key for key in given if key not in known)
+        return {unknown: None} | {key: given[key] for key in known & given.keys()}
 
 
 class StreamOptions(Strict):
@@ -37,9 +60,11 @@ class Generation(Strict):
     top_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(few_and_right)] = Field(
+        None, max_length=MOST_NAMED
+    )
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -10,7 +10,7 @@ from ktopt.server.protocol.common import Generation, refuse_values
 
 MOST_PROMPTS = 64
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenIds = Annotated[list[Token], Field(min_length=1)]
+TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(Generation):
@@ -18,9 +18,9 @@ class CompletionRequest(Generation):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
