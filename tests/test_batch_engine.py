@@ -60,7 +60,7 @@ def engine_for(model: Any, tokens: int = 4096, **settings: Any) -> BatchEngine:
 def engine(model: Any) -> Iterator[BatchEngine]:
     with engine_for(model, chunk_size=32) as made:
         yield made
-        made.cache.check()
+    made.cache.check()
 
 
 def test_many_at_once_are_each_as_generate_makes_them_alone(engine: BatchEngine, model: Any) -> None:
