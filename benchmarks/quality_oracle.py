@@ -25,11 +25,11 @@ def oracle_selection(kind: str) -> Iterator[None]:
         block_choice._best = before
 
 
-def _none(held: Any, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None) -> torch.Tensor:
+def _none(held: Any, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None, ends: Any) -> torch.Tensor:
     return torch.empty(len(q_RHD), 0, dtype=torch.int32)
 
 
-def _truly_best(held: Any, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None) -> torch.Tensor:
+def _truly_best(held: Any, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None, ends: Any) -> torch.Tensor:
     """The blocks (R, K) with the most mass of each row's query heads, those of the sink and the window counted in the softmax."""
     sink = held.sink.memory[0].flatten(0, 1)
     window = held.window.there()[0].flatten(0, 1)

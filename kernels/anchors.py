@@ -9,8 +9,10 @@ and takes the best blocks. Types:
                 channels, bounds every key's score from above (Quest, arXiv 2406.10774)
     FIXED       `anchor_num` keys, evenly apart
     DYNAMIC     the `anchor_num` keys that mattered most to some queries
-    KEY_INT4    every key in 4 bits. A block's score is its share of the softmax's mass. Only a shortlist is scored so: 3 times
-                as many blocks as are asked for, the best by QUEST, and 2 times as many, the best by the keys' signs
+    KEY_INT4    every key in 4 bits, turned by a Hadamard matrix that spreads channels which stand far out. A block's score is its
+                share of the softmax's mass, that of keys in no block (the sink's and the window's) counted where it is given. Only
+                a shortlist is scored so: 3 times as many blocks as are asked for, the best by QUEST, and 2 times as many, the best
+                by the keys' signs
 
 A block's score is the largest q.anchor * scale, summed over the row's query heads. Between equal scores the later block is taken.
 
@@ -31,8 +33,6 @@ from ktopt.kernels import anchors_reference as reference
 from ktopt.kernels.cpu.anchors import KINDS, AnchorKernels, refuses
 
 log = logging.getLogger(__name__)
-LARGEST = {"KEY_INT4": 32752.0}
-"""The largest magnitude of a key's number, where it isn't float16's: differences of two must fit float16."""
 FLOAT16_LARGEST = 65504.0
 _said: set[str] = set()  # reasons that were logged
 
@@ -66,6 +66,11 @@ class Anchors:
         self._kernels = None if reason else AnchorKernels(self.storage)
 
     @property
+    def by_shares(self) -> bool:
+        """Whether a block scores its share of the softmax, so that `rest` matters."""
+        return self.anchor_type == "KEY_INT4"
+
+    @property
     def nbytes(self) -> int:
         """The memory that the anchors of all `max_blocks` blocks take."""
         return self.storage.nbytes
@@ -97,7 +102,7 @@ class Anchors:
         self.blocks += count
 
     def _add(self, keys_RKTD: torch.Tensor, importance_RKT: torch.Tensor | None) -> None:
-        limit = LARGEST.get(self.anchor_type, FLOAT16_LARGEST)
+        limit = _largest(self.anchor_type, self.dim)
         if self._kernels and self._kernels.adds and keys_RKTD.is_cpu:
             plain = keys_RKTD if str(keys_RKTD.dtype) in KINDS else keys_RKTD.float()
             plain = plain if plain.stride(3) == 1 else plain.contiguous()
@@ -129,20 +134,22 @@ class Anchors:
         *,
         shared: int = 0,
         allowed_RM: torch.Tensor | None = None,
+        rest_RH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What each block scores, float32 (R, M); -inf for one that isn't allowed.
 
         With KEY_INT4 and a `count`, only the shortlist for that many blocks is scored, and others have -inf. The rest is as in
         `select`.
         """
-        self._check_query(q_RHD, scale, shared, allowed_RM)
+        self._check_query(q_RHD, scale, shared, allowed_RM, rest_RH)
         asked = -1 if count is None else count
         with torch.no_grad():
             if self._kernels is None or self.blocks == 0:
-                return reference.scores(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+                return reference.scores(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM, rest_RH)
             out, q, allowed = torch.empty(self.rows, self.blocks), _plain(q_RHD), _bytes(allowed_RM)
-            threads, address = torch.get_num_threads(), 0 if allowed is None else allowed.data_ptr()
-            self._kernels.scores(self.blocks, q, scale, asked, shared, address, out, threads)
+            rest = None if rest_RH is None else _plain(rest_RH)
+            threads, addresses = torch.get_num_threads(), (_address(allowed), _address(rest))
+            self._kernels.scores(self.blocks, q, scale, asked, shared, *addresses, out, threads)
         return out
 
     def select(
@@ -153,6 +160,7 @@ class Anchors:
         *,
         shared: int = 0,
         allowed_RM: torch.Tensor | None = None,
+        rest_RH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The `count` best blocks of each row, int32 (R, count), ascending.
 
@@ -160,23 +168,28 @@ class Anchors:
         scale    of q.k, more than 0
         shared   0: each row chooses for itself; G: G rows after one another choose together, by the sum of their scores
         allowed  (R, M) bool: the blocks that may be chosen, of those that are in; what rows choose together all must be allowed
+        rest     (R, H) floating point, of KEY_INT4 alone: the logarithm of what each head's softmax sums over keys in no block, so
+                 that a head which looks elsewhere has less to say
 
         All blocks where there are no more than `count`; where fewer are allowed, as many as every row has. KtoptError for shapes
         that don't fit.
         """
-        self._check_query(q_RHD, scale, shared, allowed_RM)
+        self._check_query(q_RHD, scale, shared, allowed_RM, rest_RH)
         if count < 0:
             raise KtoptError(f"{count} blocks can't be chosen")
         with torch.no_grad():
             if self._kernels is None or self.blocks == 0:
-                return reference.select(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM)
+                return reference.select(self.storage, self.blocks, q_RHD, scale, count, shared, allowed_RM, rest_RH)
             room = min(count, self.blocks)
             out, q, allowed = torch.empty(self.rows, room, dtype=torch.int32), _plain(q_RHD), _bytes(allowed_RM)
-            threads, address = torch.get_num_threads(), 0 if allowed is None else allowed.data_ptr()
-            chosen = self._kernels.choose(self.blocks, q, scale, count, shared, address, out, threads)
+            rest = None if rest_RH is None else _plain(rest_RH)
+            threads, addresses = torch.get_num_threads(), (_address(allowed), _address(rest))
+            chosen = self._kernels.choose(self.blocks, q, scale, count, shared, *addresses, out, threads)
         return out if chosen == room else out.view(-1)[: self.rows * chosen].view(self.rows, chosen)
 
-    def _check_query(self, q_RHD: torch.Tensor, scale: float, shared: int, allowed_RM: torch.Tensor | None) -> None:
+    def _check_query(
+        self, q_RHD: torch.Tensor, scale: float, shared: int, allowed_RM: torch.Tensor | None, rest_RH: torch.Tensor | None
+    ) -> None:
         if q_RHD.ndim != 3 or q_RHD.shape[0] != self.rows or q_RHD.shape[2] != self.dim or q_RHD.shape[1] < 1:
             raise KtoptError(f"queries {list(q_RHD.shape)} don't fit anchors of {self.rows} rows with {self.dim} numbers")
         if not scale > 0:
@@ -185,11 +198,22 @@ class Anchors:
             raise KtoptError(f"{self.rows} rows can't choose together in groups of {shared}")
         if allowed_RM is not None and allowed_RM.shape != (self.rows, self.blocks):
             raise KtoptError(f"allowed blocks {list(allowed_RM.shape)} aren't those of {self.rows} rows with {self.blocks} blocks")
+        if rest_RH is not None and (self.anchor_type != "KEY_INT4" or rest_RH.shape != q_RHD.shape[:2]):
+            raise KtoptError(f"sums {list(rest_RH.shape)} aren't those of queries {list(q_RHD.shape)} and anchors KEY_INT4")
 
 
-def _plain(q_RHD: torch.Tensor) -> torch.Tensor:
+def _largest(anchor_type: str, dim: int) -> float:
+    """The largest magnitude of a key's number: it must fit float16, and so must turned differences of two."""
+    return FLOAT16_LARGEST / 2 / reference.turn_size(dim) ** 0.5 if anchor_type == "KEY_INT4" else FLOAT16_LARGEST
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
     """On the CPU, in float32, one number after the other."""
-    return q_RHD.to("cpu", torch.float32).contiguous()
+    return x.to("cpu", torch.float32).contiguous()
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _bytes(allowed_RM: torch.Tensor | None) -> torch.Tensor | None:

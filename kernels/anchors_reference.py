@@ -1,7 +1,8 @@
 """What anchors.py computes, in torch: the oracle of the C++ kernels, and what runs where they can't.
 
 The sign index and the keys in 4 bits are kept as the kernels read them, a block's tokens padded with repetitions of the last one to
-groups of 32, and a key's numbers with zeros to groups of 16. Both are of what a key differs by from the block's mean.
+groups of 32, and a key's numbers with zeros to groups of 16. Both are of what a key differs by from the block's mean, `turned`: a
+channel that stands far out is spread over all so, and products with turned queries are those with the keys.
 
 Legend: R rows, M blocks, K blocks at hand, T tokens of a block, P padded tokens, D numbers of a key, H query heads, A anchors.
 """
@@ -9,6 +10,7 @@ Legend: R rows, M blocks, K blocks at hand, T tokens of a block, P padded tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -27,10 +29,10 @@ class Storage:
     anchors    (R, M, A, D) float16; QUEST's and KEY_INT4's are the smallest and the largest numbers
     mean       (R, M, D) float16
     codes      (R, M, P / 16, D / 8, 16, 4) uint8: byte [i, t, j] has number 8 i + j of token t below, number 8 i + 4 + j above
-    steps      (R, M, 2, P) float16: a number is mean + code * steps[0] + steps[1]
+    steps      (R, M, 2, P) float16: a turned number is code * steps[0] + steps[1]
     signs      (R, M, P / 32, D / 8, 32) uint8: byte [i, t] has a bit for each of the numbers 8 i to 8 i + 7 of token t, 1 for
                those that aren't negative, the first in the lowest bit
-    magnitude  (R, M, P) float16: the mean magnitude of a token's numbers
+    magnitude  (R, M, P) float16: the mean magnitude of a token's turned numbers
     """
 
     anchor_type: str
@@ -80,6 +82,26 @@ def padded_to(size: int, group: int) -> int:
     return -(-size // group) * group
 
 
+@cache
+def _hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """Sylvester's matrix of a power of two, orthonormal and symmetric."""
+    made = torch.ones(1, 1, device=device)
+    while len(made) < size:
+        made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
+    return made / size**0.5
+
+
+def turn_size(dim: int) -> int:
+    """How many numbers are turned together: the largest power of two that divides all of them."""
+    return dim & -dim
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Vectors (..., D) times an orthonormal matrix of Hadamard blocks, which is its own inverse."""
+    size = turn_size(x.shape[-1])
+    return (x.unflatten(-1, (-1, size)) @ _hadamard(size, x.device)).flatten(-2)
+
+
 def float16_down(x: torch.Tensor) -> torch.Tensor:
     """The largest float16 that isn't above x."""
     half = x.half()
@@ -125,7 +147,7 @@ def _add_tokens(storage: Storage, first: int, keys: torch.Tensor) -> None:
     to = slice(first, first + count)
     mean = keys.mean(2).half()
     storage.mean[:, to] = mean
-    off = keys - mean.float()[:, :, None]
+    off = turned(keys - mean.float()[:, :, None])
     low, high = off.amin(3).half(), off.amax(3)
     step = ((high - low.float()) / 15).half()
     wide = step.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
@@ -154,7 +176,7 @@ def int4_keys(storage: Storage, blocks: int) -> torch.Tensor:
     nibbles = torch.stack((codes & 15, codes >> 4), -2).transpose(3, 4)  # (R, M, P / 16, 16, D / 8, 2, 4)
     numbers = nibbles.reshape(*codes.shape[:2], storage.magnitude.shape[2], -1)[:, :, : storage.tokens, : storage.dim].float()
     steps = storage.steps[:, :blocks, :, : storage.tokens, None].float()
-    return storage.mean[:, :blocks, None].float() + numbers * steps[:, :, 0] + steps[:, :, 1]
+    return storage.mean[:, :blocks, None].float() + turned(numbers * steps[:, :, 0] + steps[:, :, 1])
 
 
 def sign_keys(storage: Storage, blocks: int) -> torch.Tensor:
@@ -163,7 +185,7 @@ def sign_keys(storage: Storage, blocks: int) -> torch.Tensor:
     bits = (storage.signs[:, :blocks].transpose(3, 4)[..., None] >> places) & 1  # (R, M, P / 32, 32, D / 8, 8)
     padded = storage.magnitude.shape[2]
     signs = bits.reshape(*bits.shape[:2], padded, -1)[:, :, : storage.tokens, : storage.dim].float() * 2 - 1
-    return storage.mean[:, :blocks, None].float() + signs * storage.magnitude[:, :blocks, : storage.tokens, None].float()
+    return storage.mean[:, :blocks, None].float() + turned(signs * storage.magnitude[:, :blocks, : storage.tokens, None].float())
 
 
 def scores(
@@ -174,6 +196,7 @@ def scores(
     count: int | None,
     shared: int,
     allowed_RM: torch.Tensor | None,
+    rest_RH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As Anchors.scores."""
     q = q_RHD.float() * scale
@@ -182,9 +205,9 @@ def scores(
         allowed = allowed.view(-1, shared, blocks).all(1).repeat_interleave(shared, 0)
     if storage.anchor_type == "KEY_INT4":
         if count is not None:
-            allowed = _shortlist(storage, blocks, q, count, shared, allowed)
+            allowed = _shortlist(storage, blocks, q, count, shared, allowed, rest_RH)
         tokens = torch.einsum("rhd,rmtd->rhmt", q, int4_keys(storage, blocks))
-        found = _shares(tokens.logsumexp(3), allowed)
+        found = _shares(tokens.logsumexp(3), allowed, rest_RH)
     else:
         found = _vector_scores(storage, blocks, q)
     if shared:
@@ -193,13 +216,20 @@ def scores(
 
 
 def select(
-    storage: Storage, blocks: int, q_RHD: torch.Tensor, scale: float, count: int, shared: int, allowed_RM: torch.Tensor | None
+    storage: Storage,
+    blocks: int,
+    q_RHD: torch.Tensor,
+    scale: float,
+    count: int,
+    shared: int,
+    allowed_RM: torch.Tensor | None,
+    rest_RH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As Anchors.select."""
     rows = q_RHD.shape[0]
     if count >= blocks and allowed_RM is None:
         return torch.arange(blocks, dtype=torch.int32, device=q_RHD.device).expand(rows, blocks).contiguous()
-    found = scores(storage, blocks, q_RHD, scale, count, shared, allowed_RM)
+    found = scores(storage, blocks, q_RHD, scale, count, shared, allowed_RM, rest_RH)
     if allowed_RM is not None:
         together = allowed_RM.view(-1, shared or 1, blocks).all(1)
         count = min(count, int(together.sum(1).min()))
@@ -222,15 +252,26 @@ def _vector_scores(storage: Storage, blocks: int, q: torch.Tensor) -> torch.Tens
     return torch.einsum("rhd,rmad->rhma", q, anchors).amax(3).sum(1)
 
 
-def _shares(largest_RHM: torch.Tensor, allowed_RM: torch.Tensor) -> torch.Tensor:
-    """Each block's share of the softmax over all allowed blocks, summed over the heads (R, M)."""
-    return largest_RHM.masked_fill(~allowed_RM[:, None], -torch.inf).softmax(2).nan_to_num(0).sum(1)
+def _shares(scores_RHM: torch.Tensor, allowed_RM: torch.Tensor, rest_RH: torch.Tensor | None) -> torch.Tensor:
+    """Each block's share of the softmax over all allowed blocks and the rest, summed over the heads (R, M)."""
+    rest = torch.full_like(scores_RHM[..., 0], -torch.inf) if rest_RH is None else rest_RH.float()
+    rest = rest.masked_fill(~rest.isfinite(), -torch.inf)[..., None]
+    all_RHX = torch.cat((scores_RHM.masked_fill(~allowed_RM[:, None], -torch.inf), rest), 2)
+    return all_RHX.softmax(2).nan_to_num(0)[..., :-1].sum(1)
 
 
-def _shortlist(storage: Storage, blocks: int, q: torch.Tensor, count: int, shared: int, allowed_RM: torch.Tensor) -> torch.Tensor:
+def _shortlist(
+    storage: Storage,
+    blocks: int,
+    q: torch.Tensor,
+    count: int,
+    shared: int,
+    allowed_RM: torch.Tensor,
+    rest_RH: torch.Tensor | None,
+) -> torch.Tensor:
     """The blocks that are scored by keys in 4 bits: bool (R, M)."""
     tokens = torch.einsum("rhd,rmtd->rhmt", q, sign_keys(storage, blocks))
-    signs = _shares(tokens.amax(3), allowed_RM)
+    signs = _shares(tokens.amax(3), allowed_RM, rest_RH)
     chosen = torch.zeros_like(allowed_RM)
     for found, times in ((_vector_scores(storage, blocks, q), QUEST_TIMES), (signs, SIGN_TIMES)):
         if shared:

@@ -125,6 +125,10 @@ def masked_attention(
 
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """One attention over all keys from those over parts of them: outs (N, V) and logarithms of sums (N)."""
+    if len(parts) == 2:  # as below, in few steps: a decoding token's
+        (first, first_sum), (second, second_sum) = parts
+        weight = (second_sum - first_sum).sigmoid().nan_to_num_(0)  # where both see nothing
+        return torch.lerp(first, second, weight[..., None]), torch.logaddexp(first_sum, second_sum)
     log_sums = torch.stack([log_sum for _, log_sum in parts])
     total = log_sums.logsumexp(0)
     weights = torch.where(total == float("-inf"), 0.0, (log_sums - total).exp())

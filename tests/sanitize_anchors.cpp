@@ -51,9 +51,10 @@ bool check(int type, int64_t tokens, int64_t dim, int64_t heads, int64_t blocks,
     constexpr int64_t ROWS = 4;
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
-    std::vector<float> keys(size_t(ROWS * blocks * tokens * dim)), q(size_t(ROWS * heads * dim));
+    std::vector<float> keys(size_t(ROWS * blocks * tokens * dim)), q(size_t(ROWS * heads * dim)), rest(size_t(ROWS * heads));
     for (float& number : keys) number = normal(generator);
     for (float& number : q) number = normal(generator);
+    for (float& number : rest) number = normal(generator);
     std::vector<uint8_t> allowed(size_t(ROWS * blocks));
     for (size_t i = 0; i < allowed.size(); i++) allowed[i] = generator() % 8 != 0;
     const int64_t each = type == QUEST || type == KEY_INT4 ? 2 : type == FIXED || type == DYNAMIC ? 3 : 1;
@@ -62,7 +63,7 @@ bool check(int type, int64_t tokens, int64_t dim, int64_t heads, int64_t blocks,
     for (const int64_t shared : {0, 2})
         for (const uint8_t* mask : {static_cast<const uint8_t*>(nullptr), static_cast<const uint8_t*>(allowed.data())})
             for (const int64_t count : {int64_t(1), blocks / 3, blocks}) {
-                Choice choice{blocks, q.data(), heads, 0.125f, count, shared, mask, threads};
+                Choice choice{blocks, q.data(), heads, 0.125f, count, shared, mask, mask ? rest.data() : nullptr, threads};
                 std::vector<int32_t> picks(size_t(ROWS * count)), alone(picks);
                 std::vector<float> scores(size_t(ROWS * blocks)), again(scores);
                 const int64_t found = choose_blocks(memory.index, choice, picks.data());

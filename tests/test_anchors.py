@@ -115,22 +115,69 @@ def test_without_importance_dynamic_anchors_are_fixed_ones() -> None:
 def test_keys_in_4_bits_are_off_by_half_a_step(tokens: int, dim: int) -> None:
     keys = some_keys(tokens=tokens, dim=dim)
     found = reference.int4_keys(made("KEY_INT4", keys).storage, BLOCKS)
-    off = keys - keys.mean(2, keepdim=True)
+    off = reference.turned(keys - keys.mean(2, keepdim=True))
     step = (off.amax(3) - off.amin(3)) / 15
-    assert ((found - keys).abs().amax(3) <= step / 2 + 0.04).all()  # and by the roundings of 40 and of the step to float16
+    assert (reference.turned(found - keys).abs().amax(3) <= step / 2 + 0.04).all()  # and by the roundings of 40 and of the step
 
 
-def test_signs_are_of_the_difference_to_the_mean_key() -> None:
+@pytest.mark.parametrize("dim", [16, 24, 48, 64, 576])
+def test_turning_leaves_products_as_they_are_and_spreads_a_channel(dim: int) -> None:
+    a, b = numbers(7, dim), numbers(5, dim, seed=1)
+    torch.testing.assert_close(reference.turned(a) @ reference.turned(b).T, a @ b.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference.turned(reference.turned(a)), a, rtol=1e-4, atol=1e-5)
+    size = reference.turn_size(dim)
+    assert close(reference.turned(torch.eye(dim)[3]).abs()[:size], torch.full((size,), size**-0.5))
+
+
+def test_a_channel_that_varies_much_costs_the_others_little() -> None:
+    keys, q = numbers(ROWS, BLOCKS, TOKENS, DIM), numbers(ROWS, HEADS, DIM, seed=2)
+    keys[..., 3] *= 30
+    mean = keys.mean(2, keepdim=True)
+    off = keys - mean
+    low, step = off.amin(3, keepdim=True), (off.amax(3, keepdim=True) - off.amin(3, keepdim=True)) / 15
+    plain = mean + ((off - low) / step).round() * step + low
+    found = reference.int4_keys(made("KEY_INT4", keys).storage, BLOCKS)
+    errors = [(token_scores(each, q) - token_scores(keys, q)).square().mean().sqrt() for each in (found, plain)]
+    assert errors[0] < 0.8 * errors[1]
+    whole = masses(keys, q)
+    assert (made("KEY_INT4", keys).scores(q, SCALE) - whole).abs().mean() < 0.8 * (masses(plain, q) - whole).abs().mean()
+
+
+def test_signs_are_of_the_turned_difference_to_the_mean_key() -> None:
     keys = some_keys(tokens=20, dim=24)
     found = reference.sign_keys(made("KEY_INT4", keys).storage, BLOCKS)
     mean = keys.mean(2, keepdim=True).half().float()
-    expected = mean + torch.where(keys >= mean, 1, -1) * (keys - mean).abs().mean(3, keepdim=True)
+    off = reference.turned(keys - mean)
+    expected = mean + reference.turned(torch.where(off >= 0, 1, -1) * off.abs().mean(3, keepdim=True))
     assert close(found, expected)
 
 
 def test_keys_in_4_bits_tell_each_blocks_share_of_the_softmax() -> None:
     keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2) * 2
     assert (made("KEY_INT4", keys).scores(q, SCALE) - masses(keys, q)).abs().max() < 0.1 * masses(keys, q).max()
+
+
+def test_shares_are_of_the_whole_softmax_where_the_rest_of_it_is_known() -> None:
+    keys, q = some_keys(), numbers(ROWS, HEADS, DIM, seed=2) * 2
+    beside = numbers(ROWS, 1, 50, DIM, seed=3) + 40 * torch.eye(DIM)[3]
+    rest = token_scores(beside, q).flatten(2).logsumexp(2)
+    shares = torch.cat((token_scores(keys, q).flatten(2), token_scores(beside, q).flatten(2)), 2).softmax(2)
+    expected = shares[..., : BLOCKS * TOKENS].unflatten(2, (BLOCKS, TOKENS)).sum((1, 3))
+    assert (made("KEY_INT4", keys).scores(q, SCALE, rest_RH=rest) - expected).abs().max() < 0.1 * expected.max()
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, 200])
+def test_a_head_that_looks_at_the_sink_leaves_the_choice_to_the_others(blocks: int) -> None:
+    """Two heads of a row want other blocks; what the first gives to the blocks is little beside what it gives elsewhere."""
+    keys = 0.1 * numbers(1, blocks, TOKENS, DIM)
+    q = torch.eye(DIM)[None, :2] * 8
+    keys[0, 5, :, 0] += 12
+    keys[0, 11, :, 1] += 8
+    index, nothing = made("KEY_INT4", keys), torch.full((1, 2), -math.inf)
+    assert index.select(q, SCALE, 1).tolist() == [[5]]
+    assert index.select(q, SCALE, 1, rest_RH=nothing).tolist() == [[5]]
+    assert index.select(q, SCALE, 1, rest_RH=torch.tensor([[30.0, -math.inf]])).tolist() == [[11]]
+    assert index.select(q, SCALE, 1, rest_RH=torch.tensor([[30.0, 30.0]])).tolist() == [[5]]
 
 
 def test_only_the_shortlist_is_scored() -> None:
@@ -238,6 +285,9 @@ def test_what_does_not_fit_is_refused_with_the_sizes() -> None:
         "4 rows can't choose together in groups of 3": lambda: index.select(q, SCALE, 3, shared=3),
         "allowed blocks \\[4, 3\\]": lambda: index.select(q, SCALE, 3, allowed_RM=torch.ones(4, 3, dtype=torch.bool)),
         "-1 blocks can't be chosen": lambda: index.select(q, SCALE, -1),
+        "sums \\[4, 3\\] aren't those of queries \\[4, 3, 64\\] and anchors KEY_INT4": lambda: index.select(
+            q, SCALE, 3, rest_RH=torch.zeros(4, 3)
+        ),
     }.items():
         with pytest.raises(KtoptError, match=message):
             call()
@@ -254,6 +304,10 @@ def test_scores_of_any_sizes_are_those_that_torch_computes(anchor_type: str, tok
     index = made(anchor_type, keys, 3)
     expected = reference.scores(index.storage, 21, q, dim**-0.5, None, 0, None)
     assert (index.scores(q, dim**-0.5) - expected).abs().max() <= 5e-3 * expected.abs().max()  # queries in 8 bits
+    if index.by_shares:
+        rest = 4 * numbers(2, heads, seed=3)
+        expected = reference.scores(index.storage, 21, q, dim**-0.5, None, 0, None, rest)
+        assert (index.scores(q, dim**-0.5, rest_RH=rest) - expected).abs().max() <= 1e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("tokens", "dim", "heads"), SIZES)
@@ -273,10 +327,11 @@ def test_indexes_of_any_sizes_are_those_that_torch_makes(tokens: int, dim: int, 
 def test_the_shortlist_has_the_blocks_that_torch_lists(tokens: int, dim: int, heads: int) -> None:
     keys, q = some_keys(150, tokens, dim, rows=2), numbers(2, heads, dim, seed=2)
     index = made("KEY_INT4", keys)
-    listed = index.scores(q, SCALE, 3).isfinite()
-    expected = reference.scores(index.storage, 150, q, SCALE, 3, 0, None).isfinite()
-    assert (listed & expected).sum() >= 0.95 * expected.sum()
-    assert listed.sum() <= 2 * 80
+    for rest in (None, 4 * numbers(2, heads, seed=3)):
+        listed = index.scores(q, SCALE, 3, rest_RH=rest).isfinite()
+        expected = reference.scores(index.storage, 150, q, SCALE, 3, 0, None, rest).isfinite()
+        assert (listed & expected).sum() >= 0.95 * expected.sum()
+        assert listed.sum() <= 2 * 80
 
 
 @pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
@@ -305,10 +360,12 @@ def test_the_number_of_threads_changes_nothing(anchor_type: str) -> None:
 @pytest.mark.parametrize("anchor_type", ANCHOR_TYPES)
 @pytest.mark.parametrize("number", [math.nan, math.inf, 3e38, 0.0])
 def test_queries_without_sense_still_choose_blocks(anchor_type: str, number: float) -> None:
-    picks = made(anchor_type, some_keys(100)).select(torch.full((ROWS, HEADS, DIM), number), SCALE, 5)
-    assert picks.shape == (ROWS, 5)
-    assert (picks[:, 1:] > picks[:, :-1]).all()
-    assert ((picks >= 0) & (picks < 100)).all()
+    index, q = made(anchor_type, some_keys(100)), torch.full((ROWS, HEADS, DIM), number)
+    for rest in (None, torch.full((ROWS, HEADS), number)) if index.by_shares else (None,):
+        picks = index.select(q, SCALE, 5, rest_RH=rest)
+        assert picks.shape == (ROWS, 5)
+        assert (picks[:, 1:] > picks[:, :-1]).all()
+        assert ((picks >= 0) & (picks < 100)).all()
 
 
 @pytest.mark.parametrize("kind", ["isotropic", "topics", "filler"])

@@ -39,8 +39,8 @@ def chosen(monkeypatch):
 
     made = []
 
-    def choose(held, q_RHD):
-        picks = block_choice.choose(held, q_RHD)
+    def choose(held, q_RHD, ends):
+        picks = block_choice.choose(held, q_RHD, ends)
         held.gone_before = held.gone
         made.append(picks)
         return picks
@@ -62,6 +62,20 @@ def test_a_token_attends_to_the_sink_the_window_and_the_chosen_blocks(anchor_typ
         assert difference(out, one.dense(query, seen)) < 1e-5
     if mode == "SHARED":
         assert all(torch.equal(*picks) for picks in chosen)
+
+
+def test_shares_count_what_the_sink_and_the_window_get(monkeypatch):
+    one = OneLayer(anchor_type="KEY_INT4", second_select_num=3)
+    one.give(125)
+    layer, given = one.layers[0], []
+    select = layer.anchors.select
+    monkeypatch.setattr(layer.anchors, "select", lambda *args, rest_RH, **kwargs: given.append(rest_RH) or select(*args, **kwargs))
+    for _ in range(20):
+        gone = layer.gone * layer.shared.tokens
+        _, query = one.give(1)
+        keys = torch.cat((one.keys[:, :, : layer.sink_tokens], one.keys[:, :, gone:]), 2)
+        expected = (query.unflatten(1, (2, 2))[..., 0, :] @ keys.mT * one.scale).logsumexp(-1)
+        torch.testing.assert_close(given[-1], expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_choice_holds_for_token_step_tokens(chosen):
@@ -306,11 +320,12 @@ def test_with_most_blocks_on_disk_all_is_as_in_memory(tmp_path, anchor_type, set
     assert not any(tmp_path.rglob("*.block"))
 
 
-def test_a_token_attends_in_the_same_order_wherever_its_blocks_come_from(tmp_path):
+@pytest.mark.parametrize(("anchor_type", "memory"), [("QUEST", 0.0005), ("KEY_INT4", 0.0008)])
+def test_a_token_attends_in_the_same_order_wherever_its_blocks_come_from(anchor_type, memory, tmp_path):
     """To the last bit: what an 8-bit product rounds next would make more of a difference."""
-    given = {"anchor_type": "QUEST", "second_select_num": 6, "layers": 3, "chunk_size": 64, "dense_layer_num": 0}
+    given = {"anchor_type": anchor_type, "second_select_num": 6, "layers": 3, "chunk_size": 64, "dense_layer_num": 0}
     roomy, tight = OneLayer(**given), OneLayer(**given)
-    tight.shared.memory = CacheSettings(cpu_memory_size_GB=0.0005, disk_path=str(tmp_path))
+    tight.shared.memory = CacheSettings(cpu_memory_size_GB=memory, disk_path=str(tmp_path))
     for _ in range(400):
         expected, made = roomy.give(1)[0], tight.give(1)[0]
         assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))

@@ -108,7 +108,7 @@ def _force(shared: Any, resident: float) -> None:
     """Draw picks anew for each layer and token: a share of them in memory, the others on disk."""
     random = torch.Generator().manual_seed(1)
 
-    def drawn(held: Any, q_RHD: torch.Tensor, count: int, allowed: Any) -> torch.Tensor:
+    def drawn(held: Any, q_RHD: torch.Tensor, count: int, allowed: Any, ends: Any) -> torch.Tensor:
         there_RM = shared.store.addresses[held.number, :, : held.middle] != 0
         noise_RM = torch.rand(there_RM.shape, generator=random)
         many = round(count * resident)

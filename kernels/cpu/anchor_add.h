@@ -1,6 +1,7 @@
 // Makes a block's anchors from its keys (anchors.h): once over the keys for what stands for all of them, once for each token.
 #pragma once
 
+#include "anchor_turn.h"
 #include "anchors.h"
 #include "generic.h"
 #include "simd.h"
@@ -84,7 +85,7 @@ inline bool add_bounds(const NewBlock& b) {
     return true;
 }
 
-// The codes and signs of a token, whose differences from the mean key are `off`, to place `t`.
+// The codes and signs of a token, whose turned differences from the mean key are `off`, to place `t`.
 inline void add_token(const NewBlock& b, const float* off, Vector low, Vector high, Vector reach, int64_t t) {
     const int64_t padded = b.groups * TOKEN_GROUP;
     constexpr float SMALLEST = 0x1p-14f;  // normal float16
@@ -123,9 +124,10 @@ inline bool add_block(const NewBlock& b) {
     for (int64_t t = 0; t < b.groups * TOKEN_GROUP; t++) {
         const uint8_t* key = b.keys + (t < b.tokens ? t : b.tokens - 1) * b.token_stride * BYTES;
         Vector low = Vector::all(3e38f), high = Vector::all(-3e38f), reach = Vector::zero();
+        for (int64_t d = 0; d < b.dim; d += Vector::WIDTH) (numbers<kind>(key, d) - Vector::load(mean + d)).store(off + d);
+        turn(off, b.dim);
         for (int64_t d = 0; d < b.dim; d += Vector::WIDTH) {
-            const Vector x = numbers<kind>(key, d) - Vector::load(mean + d);
-            x.store(off + d);
+            const Vector x = Vector::load(off + d);
             low = x.min(low);
             high = x.max(high);
             reach = reach + magnitude_of(x);

@@ -39,11 +39,12 @@ inline void dots(const uint16_t* rows, int64_t count, int64_t dim, const float* 
     }
 }
 
-inline void add_shares(const float* largest, const float* sums, int64_t blocks, float* shares) {
+inline void add_shares(const float* largest, const float* sums, int64_t blocks, float rest, float* shares) {
     constexpr int64_t AT_ONCE = 256;
-    float most = -__builtin_inff(), total = 0;
+    float most = rest;
     for (int64_t b = 0; b < blocks; b++) most = largest[b] > most ? largest[b] : most;
     if (!(most > -__builtin_inff())) return;
+    float total = __builtin_expf(rest - most);
     float weights[AT_ONCE];
     const auto weigh = [&](int64_t from, int64_t count) {
         for (int64_t i = 0; i < count; i++) weights[i] = largest[from + i] - most;

@@ -7,7 +7,8 @@
 
 namespace ktopt {
 
-// The parts that need an instruction set, each of a few blocks: anchor_vectors.h, anchor_signs.h, anchor_int4.h, anchor_add.h.
+// The parts that need an instruction set, each of a few blocks: anchor_vectors.h, anchor_signs.h, anchor_int4.h, anchor_add.h,
+// anchor_turn.h.
 // Heads come in batches.
 constexpr int HEAD_BATCH = 4;
 constexpr int TOKEN_GROUP = 32;  // tokens that lie together
@@ -25,12 +26,12 @@ struct SignBlock {
 };
 constexpr size_t table_bytes(int64_t dim) { return size_t(dim) * 8; }
 
-// One query head as the sign index meets it: q.signs is about step * (sum - centre).
+// One query head as the sign index meets it, turned: q.signs is about step * (sum - centre).
 struct SignScale {
     float step, centre;
 };
 
-// One query head in 8 bits: about codes * step; sum is that of its numbers as they were.
+// One query head in 8 bits, turned: about codes * step; sum is that of its numbers as they were.
 struct CodeScale {
     float step, sum;
 };
@@ -70,11 +71,13 @@ struct AnchorKernels {
     CodeScale (*query_codes)(const float* q, int64_t dim, int8_t* out);
     void (*signs)(const SignBlock& block);
     void (*codes)(const CodeBlock& block);
-    // Adds each block's share of a softmax to `shares`: sum e^largest over all of that; no sums are ones. Blocks of -inf have none.
-    void (*add_shares)(const float* largest, const float* sums, int64_t blocks, float* shares);
+    // Adds each block's share of a softmax to `shares`: sum e^largest over all of that and e^rest; no sums are ones. Blocks of -inf have
+    // none.
+    void (*add_shares)(const float* largest, const float* sums, int64_t blocks, float rest, float* shares);
     // The largest number that at least `count` of the numbers reach, 1 <= count <= n.
     int32_t (*reached)(const int32_t* numbers, int64_t n, int64_t count);
     bool (*add)(const NewBlock& block);  // false where a number is beyond the limit, or is none
+    void (*turn)(float* x, int64_t dim);  // multiplies by an orthonormal matrix, its own inverse
 };
 
 enum AnchorType : int { BLOCK_MEAN = 0, BLOCK_MAX = 1, QUEST = 2, FIXED = 3, DYNAMIC = 4, KEY_INT4 = 5, ANCHOR_TYPES = 6 };
@@ -111,7 +114,8 @@ int64_t add_anchors(const AnchorIndex& index, const NewKeys& keys, int threads);
 
 // What blocks are chosen by: `heads` query heads of each row, (rows, heads, dim) float32. Rows choose together in groups of `shared`,
 // 0 for each alone. allowed: (rows, blocks) of 0 or 1, or null. count: blocks that are wanted, negative for scores of all blocks without a
-// shortlist.
+// shortlist. rest: of each head the logarithm of what its softmax sums over keys in no block (rows, heads), or null for nothing; of
+// KEY_INT4 alone.
 struct Choice {
     int64_t blocks;
     const float* q;
@@ -119,6 +123,7 @@ struct Choice {
     float scale;
     int64_t count, shared;
     const uint8_t* allowed;
+    const float* rest;
     int threads;
 };
 

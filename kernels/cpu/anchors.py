@@ -69,13 +69,14 @@ class AnchorKernels:
         count: int,
         shared: int,
         allowed: int,
+        rest: int,
         out_RM: torch.Tensor,
         threads: int,
     ) -> None:
         """Scores of the first `blocks` blocks into `out` (R, blocks) float32. q is float32 and contiguous, `allowed` an address of
-        (R, blocks) bytes or 0; a `count` below 0 scores without a shortlist."""
+        (R, blocks) bytes or 0, `rest` one of (R, H) float32 or 0; a `count` below 0 scores without a shortlist."""
         self._scores(
-            self._index, blocks, q_RHD.data_ptr(), q_RHD.shape[1], count, shared, allowed, out_RM.data_ptr(), threads, scale
+            self._index, blocks, q_RHD.data_ptr(), q_RHD.shape[1], count, shared, allowed, rest, out_RM.data_ptr(), threads, scale
         )
 
     def choose(
@@ -86,12 +87,13 @@ class AnchorKernels:
         count: int,
         shared: int,
         allowed: int,
+        rest: int,
         out_RK: torch.Tensor,
         threads: int,
     ) -> int:
         """The best blocks, written one row after the other into `out`, int32, room for R rows of `count`. The answer is how many
         there are in each row."""
         chosen: int = self._choose(
-            self._index, blocks, q_RHD.data_ptr(), q_RHD.shape[1], count, shared, allowed, out_RK.data_ptr(), threads, scale
+            self._index, blocks, q_RHD.data_ptr(), q_RHD.shape[1], count, shared, allowed, rest, out_RK.data_ptr(), threads, scale
         )
         return chosen

@@ -31,6 +31,7 @@ struct Job {
     int32_t* keys = nullptr;                   // (sequences, blocks)
     // KEY_INT4's
     const float* heads = nullptr;  // (rows, heads, dim), times the scale
+    float* turned = nullptr;       // the same, turned
     uint8_t* tables = nullptr;
     SignScale* signs = nullptr;
     int8_t* codes = nullptr;
@@ -40,6 +41,7 @@ struct Job {
     bool lacking = false;
 
     int64_t row_head(int64_t row, int64_t head) const { return row * c.heads + head; }
+    float rest(int64_t row_head) const { return c.rest && std::isfinite(c.rest[row_head]) ? c.rest[row_head] : NOTHING; }
     bool short_list() const { return x.type == KEY_INT4; }
     int64_t numbers() const { return x.type == QUEST || x.type == KEY_INT4 ? 2 * x.dim : x.dim; }
 };
@@ -73,9 +75,11 @@ void prepare(Job& j, float* q, float* heads) {
     if (!j.short_list()) return;
     share_out(x.rows * c.heads, numbers * x.rows < 1 << 14 ? 1 : c.threads, false, [&](int64_t i) {
         float* head = heads + i * x.dim;
-        for (int64_t d = 0; d < x.dim; d++) head[d] = c.q[i * x.dim + d] * c.scale;
-        j.signs[i] = j.run.sign_table(head, x.dim, j.tables + size_t(i) * table_bytes(x.dim));
-        j.code_scales[i] = j.run.query_codes(head, x.dim, j.codes + i * x.dim);
+        float* turned = j.turned + i * x.dim;
+        for (int64_t d = 0; d < x.dim; d++) head[d] = turned[d] = c.q[i * x.dim + d] * c.scale;
+        j.run.turn(turned, x.dim);
+        j.signs[i] = j.run.sign_table(turned, x.dim, j.tables + size_t(i) * table_bytes(x.dim));
+        j.code_scales[i] = j.run.query_codes(turned, x.dim, j.codes + i * x.dim);
     });
 }
 
@@ -224,7 +228,7 @@ void shortlist(Job& j, int64_t sequence) {
         std::fill_n(j.scores + first * n, n, 0.0f);
         for (int64_t row = first; row < first + j.together; row++)
             for (int64_t h = 0; h < j.c.heads; h++)
-                j.run.add_shares(j.largest + j.row_head(row, h) * n, nullptr, n, j.scores + first * n);
+                j.run.add_shares(j.largest + j.row_head(row, h) * n, nullptr, n, j.rest(j.row_head(row, h)), j.scores + first * n);
         mark_best(j, sequence, j.scores + first * n, SIGN_TIMES * asked, listed);
     }
     int32_t *list = j.list + sequence * n, count = 0;
@@ -241,7 +245,7 @@ void spread(const Job& j, int64_t sequence) {
     for (int64_t row = first; row < first + j.together; row++)
         for (int64_t h = 0; h < j.c.heads; h++) {
             const int64_t at = j.row_head(row, h) * n;
-            j.run.add_shares(j.largest + at, j.sums + at, count, scores);
+            j.run.add_shares(j.largest + at, j.sums + at, count, j.rest(j.row_head(row, h)), scores);
         }
     const int32_t* list = j.list + sequence * n;
     int64_t i = count - 1;  // from the end: a block's place is never before its place in the list
@@ -325,6 +329,7 @@ bool with_job(const AnchorIndex& x, const Choice& c, float* out, Function f) {
         j.listed = pieces.take<uint8_t>(j.sequences * n);
         j.keys = pieces.take<int32_t>(j.sequences * n);
         scaled = pieces.take<float>(heads * x.dim);
+        j.turned = pieces.take<float>(heads * x.dim);
         j.tables = pieces.take<uint8_t>(heads * int64_t(table_bytes(x.dim)));
         j.signs = pieces.take<SignScale>(heads);
         j.codes = pieces.take<int8_t>(heads * x.dim);

@@ -17,6 +17,9 @@ READ_BYTES = 1 << 24
 SETTINGS = ("block_size", "kv_type", "anchor_type", "anchor_num", "dense_layer_num", "layer_step")
 """Those that decide what is kept of a block where a prompt attends to everything; where it doesn't, all do."""
 
+KEPT = 2
+"""Counted up when the bytes that are kept of a block come to mean something else: anchors in 4 bits are turned since 2."""
+
 
 def model_hash(plan: Plan, weights: str | os.PathLike[str] | None, long: LongContextSettings) -> str:
     """A hash over the weights' files, every byte of them, the model's config, what computes each module, and the cache's settings.
@@ -33,7 +36,7 @@ def model_hash(plan: Plan, weights: str | os.PathLike[str] | None, long: LongCon
         whole.update(_digest(str(file.resolve()), state.st_size, state.st_mtime_ns))
     steps = [(step.path, step.operator, step.dtype, dict(step.kwargs), sorted(step.runs)) for step in plan.steps]
     settings = [getattr(long, name) for name in SETTINGS] if long.prefill == "exact" else [repr(long)]
-    whole.update(json.dumps([plan.model.config_digest, steps, settings], default=str).encode())
+    whole.update(json.dumps([KEPT, plan.model.config_digest, steps, settings], default=str).encode())
     return whole.hexdigest()
 
 

@@ -61,24 +61,41 @@ def decode(held: BlockLayer, query_BN1D: torch.Tensor) -> torch.Tensor:
     """The attention (B, 1, N, V) of one token, which stands in the window already; then blocks leave."""
     batch, heads, _, dim = query_BN1D.shape
     q_RHD = query_BN1D.reshape(held.rows, -1, dim)
-    picks_RK = choose(held, q_RHD)
-    out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, picks_RK)
+    ends = Ends(held, q_RHD)
+    picks_RK = choose(held, q_RHD, ends.log_sums)
+    out_RHV, log_sums_RH = _attend_chosen(held, q_RHD, picks_RK, ends)
     if held.anchors is not None and held.shared.settings.anchor_type == "DYNAMIC":
         held.asked.add(query_BN1D, log_sums_RH.view(batch, heads, 1), held.get_seq_length())
     held.leave()
     return out_RHV.view(batch, 1, heads, -1)
 
 
-def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor | None) -> Part:
+class Ends:
+    """A token's attention to the sink and the window, `part` when its sums have been asked for."""
+
+    def __init__(self, held: BlockLayer, q_RHD: torch.Tensor) -> None:
+        self._held, self._q_RHD = held, q_RHD
+        self.part: Part | None = None
+
+    def log_sums(self) -> torch.Tensor:
+        """The logarithms of the softmaxes' sums (R, H)."""
+        if self.part is None:
+            held, q_RHD = self._held, self._q_RHD
+            gpu, ends = held.shared.gpu, _ends(held)
+            self.part = _attend(held, q_RHD, ends) if gpu is None else gpu.attend(q_RHD, ends, held.scale)
+        return self.part[1]
+
+
+def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor | None, ends: Ends) -> Part:
     """Attention to the sink, the window and chosen blocks, or all: (R, H, V) and (R, H)."""
-    ends, store = _ends(held), held.shared.store
+    store = held.shared.store
     if held.shared.gpu is not None:
         held.shared.prefetch(held.number + 1)
         return _attend_on_gpu(held, held.shared.gpu, q_RHD, ends, picks_RK)
     if picks_RK is not None:
         return _attend_picked(held, q_RHD, ends, picks_RK)
     all_RM = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
-    parts = [_attend(held, q_RHD, ends)]
+    parts = [ends.part or _attend(held, q_RHD, _ends(held))]
     for first, end in held.tiles():
         some_RK = all_RM[:, first:end].contiguous()
         addresses_RK = store.fetch(held.number, some_RK)
@@ -87,25 +104,28 @@ def _attend_chosen(held: BlockLayer, q_RHD: torch.Tensor, picks_RK: torch.Tensor
     return merge(parts)
 
 
-def _attend_picked(held: BlockLayer, q_RHD: torch.Tensor, ends: list[CacheSegments], picks_RK: torch.Tensor) -> Part:
-    """In one call, when all blocks have come: sums in another order would be others in their last bits."""
+def _attend_picked(held: BlockLayer, q_RHD: torch.Tensor, ends: Ends, picks_RK: torch.Tensor) -> Part:
+    """In one call, when all blocks have come: sums in another order would be others in their last bits. Where blocks were chosen by
+    the attention to the ends, that stays a part, and always does."""
     addresses_RK, rest = held.shared.store.fetch_begin(held.number, picks_RK)
     held.shared.prefetch(held.number + 1)
     if rest is not None:
         addresses_RK = rest()
-    return _attend(held, q_RHD, [*ends, _picked(held, addresses_RK, held.hidden(picks_RK))])
+    picked = _picked(held, addresses_RK, held.hidden(picks_RK))
+    if ends.part is None:
+        return _attend(held, q_RHD, [*_ends(held), picked])
+    return merge([ends.part, _attend(held, q_RHD, [picked])])
 
 
-def _attend_on_gpu(
-    held: BlockLayer, gpu: BlockDevice, q_RHD: torch.Tensor, ends: list[CacheSegments], picks_RK: torch.Tensor | None
-) -> Part:
+def _attend_on_gpu(held: BlockLayer, gpu: BlockDevice, q_RHD: torch.Tensor, ends: Ends, picks_RK: torch.Tensor | None) -> Part:
     """The same on a GPU, whose pool may not hold all blocks at once."""
     if picks_RK is None:
         picks_RK = torch.arange(held.middle, dtype=torch.int32).expand(held.rows, -1)
     first, *others = picks_RK.split(gpu.most_blocks, dim=1)
-    parts = [gpu.attend(q_RHD, [*ends, gpu.picked(held.number, first, held.hidden(first))], held.scale)]
+    before = _ends(held) if ends.part is None else []
+    parts = [gpu.attend(q_RHD, [*before, gpu.picked(held.number, first, held.hidden(first))], held.scale)]
     parts += [gpu.attend(q_RHD, [gpu.picked(held.number, some, held.hidden(some))], held.scale) for some in others]
-    return merge(parts)
+    return merge(parts if ends.part is None else [ends.part, *parts])
 
 
 def _attend(held: BlockLayer, q_RHD: torch.Tensor, segments: Sequence[Segments]) -> Part:

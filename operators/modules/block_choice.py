@@ -5,6 +5,7 @@ Legend: B sequences, G heads of keys, R = B * G rows, H query heads of a row, M 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ import torch
 if TYPE_CHECKING:
     from ktopt.operators.modules.block_layer import BlockLayer
 
+LogSums = Callable[[], torch.Tensor]
+"""Computes the logarithms (R, H) of what the heads' softmaxes sum over the sink and the window."""
 SAMPLE = 16
 """How many of a prompt's tokens that choose together are looked at."""
 
@@ -39,8 +42,9 @@ class Choice:
         return Choice(0, True, self.tokens, self.shortlist_RM)
 
 
-def choose(held: BlockLayer, q_RHD: torch.Tensor) -> torch.Tensor | None:
-    """The blocks (R, K) int32 that this token attends to beside the sink and the window; None for all."""
+def choose(held: BlockLayer, q_RHD: torch.Tensor, ends: LogSums) -> torch.Tensor | None:
+    """The blocks (R, K) int32 that this token attends to beside the sink and the window (`ends`, asked only where blocks are chosen
+    by shares of the softmax); None for all."""
     shared, choice, group, settings = held.shared, held.choice, held.group, held.shared.settings
     step = choice.step
     choice.step += 1
@@ -55,12 +59,13 @@ def choose(held: BlockLayer, q_RHD: torch.Tensor) -> torch.Tensor | None:
     last = shared.picks.get(group)
     if last is None or step % (settings.token_step or 1) == 0:
         _look_at_prompt(held)
-        shared.picks[group] = last = _best(held, q_RHD, settings.second_select_num, _allowed(held)).cpu()
+        shared.picks[group] = last = _best(held, q_RHD, settings.second_select_num, _allowed(held), ends).cpu()
     return last
 
 
 def choose_for_prompt(held: BlockLayer, q_BSND: torch.Tensor, position: int) -> torch.Tensor | None:
-    """The blocks (R, K) that some tokens of a prompt attend to, from `position` on, by a sample of them; None for all."""
+    """The blocks (R, K) that some tokens of a prompt attend to, from `position` on, by a sample of them; None for all. Shares are
+    of the middle blocks alone: what the tokens give to the sink and the window isn't known yet."""
     shared, settings = held.shared, held.shared.settings
     if settings.prefill == "exact" or held.middle <= settings.second_select_num or held.dense:
         return None
@@ -69,7 +74,7 @@ def choose_for_prompt(held: BlockLayer, q_BSND: torch.Tensor, position: int) -> 
         _batch, tokens, _, dim = q_BSND.shape
         at = torch.linspace(0, tokens - 1, min(SAMPLE, tokens)).round().long()
         q_RHD = q_BSND[:, at].transpose(1, 2).reshape(held.rows, -1, dim)
-        picks[position] = _best(held, q_RHD, settings.second_select_num, None).cpu()
+        picks[position] = _best(held, q_RHD, settings.second_select_num, None, None).cpu()
     return picks[position]
 
 
@@ -91,18 +96,25 @@ def _allowed(held: BlockLayer) -> torch.Tensor | None:
     return torch.nn.functional.pad(shortlist_RM, (0, held.middle - shortlist_RM.shape[1]), value=True)
 
 
-def _best(held: BlockLayer, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None) -> torch.Tensor:
+def _best(held: BlockLayer, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None, ends: LogSums | None) -> torch.Tensor:
     assert held.anchors is not None
     assert held.window is not None
     shared = held.window.shape[1] if held.shared.settings.head_select_mode == "SHARED" else 0
+    rest_RH = ends() if ends is not None and held.anchors.by_shares else None
     starts_R = held.starts_R
     if starts_R is None:
-        return held.anchors.select(q_RHD, held.scale, count, shared=shared, allowed_RM=allowed_RM)
-    return _best_of_padded(held, q_RHD, count, allowed_RM, shared, starts_R)
+        return held.anchors.select(q_RHD, held.scale, count, shared=shared, allowed_RM=allowed_RM, rest_RH=rest_RH)
+    return _best_of_padded(held, q_RHD, count, allowed_RM, shared, starts_R, rest_RH)
 
 
 def _best_of_padded(
-    held: BlockLayer, q_RHD: torch.Tensor, count: int, allowed_RM: torch.Tensor | None, shared: int, starts_R: torch.Tensor
+    held: BlockLayer,
+    q_RHD: torch.Tensor,
+    count: int,
+    allowed_RM: torch.Tensor | None,
+    shared: int,
+    starts_R: torch.Tensor,
+    rest_RH: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same where sequences begin with padding: no block of that alone, but the first with a token, a padded sequence's sink."""
     assert held.anchors is not None
@@ -111,7 +123,7 @@ def _best_of_padded(
     first_R1 = (starts_R // tokens - sinks).unsqueeze(1)
     real_RM = block_M >= first_R1
     allowed_RM = real_RM if allowed_RM is None else real_RM & allowed_RM
-    scores_RM = held.anchors.scores(q_RHD, held.scale, count, shared=shared, allowed_RM=allowed_RM)
+    scores_RM = held.anchors.scores(q_RHD, held.scale, count, shared=shared, allowed_RM=allowed_RM, rest_RH=rest_RH)
     scores_RM = scores_RM.masked_fill(block_M == first_R1, float("inf"))
     least = int(allowed_RM.sum(1).amax())
     return scores_RM.topk(min(count, max(1, least)), dim=1).indices.sort(dim=1).values.int()
