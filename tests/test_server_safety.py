@@ -160,6 +160,21 @@ def test_what_is_no_http_is_refused_in_the_same_shape(server: Running) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
 
 
+def test_a_body_that_is_no_http_after_a_good_head_is_refused_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also by a server that answers before it has read the body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for settings in (Settings(), Settings(api_key="sk-1")):
+        with running(settings=settings) as server:
+            for body in (b"no length\r\n", b"2\r\n{}\r\n-1\r\n", b"2\r\n{}no end"):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+                    connection.sendall(head + body)
+                    answer = b"".join(iter(lambda: connection.recv(4096), b""))
+                assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401"))
+                assert answer.count(b"HTTP/1.1 4") == 1
+            assert server.http.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
 def test_an_offer_of_another_protocol_is_passed_over(server: Running) -> None:
     """Clients in Java make it with each request."""
     headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABk"}

@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         return False
 
     def send_400_response(self, msg: str) -> None:
-        """Say that what has come is no request, where no answer has begun; and close."""
+        """Say that what has come is no request, where no answer has begun; and close. Whoever still answers answers nobody."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             message = f"this is no HTTP/1.1 request that can be read, or its head is longer than {MOST_HEAD_BYTES:,} bytes"
             response = ApiError(400, message, code="invalid_http", headers={"Connection": "close"}).response()
@@ -60,4 +60,7 @@ class Connection(H11Protocol):
                 h11.EndOfMessage(),
             )
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
