@@ -175,6 +175,13 @@ def test_a_body_that_is_no_http_after_a_good_head_is_refused_once(caplog: pytest
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
+def test_a_body_has_one_length(server: Running) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(head + b"0\r\n\r\n")
+        assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 400")
+
+
 def test_an_offer_of_another_protocol_is_passed_over(server: Running) -> None:
     """Clients in Java make it with each request."""
     headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABk"}

@@ -40,6 +40,9 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            message = "a request has Content-Length or Transfer-Encoding, not both: a proxy might read another request of it"
+            raise ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
         host = headers.get("host", "")
         if self._key is None and not self._is_mine(host):
             raise ApiError(
