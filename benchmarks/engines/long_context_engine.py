@@ -1,14 +1,13 @@
 """ktopt's long contexts on SmolLM2: benchmarks/long_context.py runs this in a process of its own, with a JSON of what to measure,
 and reads the JSON that it prints.
 
-Caches are filled with random keys and values, as if a prompt had been read, but for the tasks that measure reading or memory, which
-read Python's own sources. The `forced` task draws each layer's blocks by itself, 19 of 20 from those in memory, and reads the rest
-from disk past the page cache.
+Caches are filled with random keys and values, as if a prompt had been read, but for the tasks that measure reading, and that which
+measures memory: it reads the text whose tokens are in the file that the task names. The `forced` task draws each layer's blocks by
+itself, 19 of 20 from those in memory, and reads the rest from disk past the page cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
@@ -25,9 +24,9 @@ import ktopt
 from ktopt.kernels.blocks import CacheSegments, attend
 from ktopt.operators.modules import block_attention, block_cache, block_choice
 from ktopt.operators.modules.block_layer import block_cache as blocks_of
+from ktopt.runtime.benchmark import baseline_bytes
 from ktopt.runtime.decoding import Decoder
 from ktopt.source import SourceFile
-from ktopt.weights.tokenizer import find_tokenizer
 
 POOL_TOKENS, PIECE_TOKENS = 1 << 16, 4096
 RULE = """
@@ -60,17 +59,6 @@ def filled(decoder: Decoder, tokens: int) -> Any:
     return cache
 
 
-def sources(model: Path, tokens: int) -> torch.Tensor:
-    """The first tokens (1, N) of Python's own library, module after module."""
-    tokenizer: Any = find_tokenizer((model,))
-    ids: list[int] = []
-    for file in sorted(Path(argparse.__file__).parent.glob("*.py")):
-        ids += tokenizer.encode(file.read_text(encoding="utf-8"))
-        if len(ids) >= tokens:
-            break
-    return torch.tensor([ids[:tokens]])
-
-
 def read(decoder: Decoder, ids_1N: torch.Tensor) -> Any:
     """A cache that has read a text."""
     cache = decoder.new_cache()
@@ -84,7 +72,9 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
         block_cache.DiskTier = functools.partial(block_cache.DiskTier, direct=True)  # type: ignore[attr-defined, misc]
     decoder = Decoder(load(task))
     tokens = task["context"]
-    cache = read(decoder, sources(Path(task["model"]), tokens)) if task.get("read") else filled(decoder, tokens)
+    cache = (
+        read(decoder, torch.tensor([json.loads(Path(task["text"]).read_bytes())])) if "text" in task else filled(decoder, tokens)
+    )
     shared = blocks_of(cache)
     if task.get("forced"):
         _force(shared, task["forced"])
@@ -100,6 +90,8 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
     said = {"tokens_per_s": 1 / statistics.median(seconds), "mean_tokens_per_s": len(seconds) / sum(seconds), "tokens": made}
     said["read_bytes_per_token"] = (_read_bytes() - moved) / len(seconds)
     said["statistics"] = [list(map(str, row)) for row in shared.statistics.table()]
+    if "text" in task:
+        said["baseline_bytes"] = baseline_bytes()
     shared.close()
     return said
 
@@ -187,20 +179,12 @@ def _per_layer(layers: list[Any], run: Callable[[Any], Any], rounds: int = 8) ->
     return statistics.median(taken)
 
 
-def baseline(task: dict[str, Any]) -> dict[str, Any]:
-    """Nothing but the imports and a small product."""
-    torch.ones(8, 8) @ torch.ones(8, 8)
-    __import__("transformers.models.llama.modeling_llama")
-    __import__("ktopt.applying")
-    return {}
-
-
 @torch.inference_mode()
 def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(task["threads"])
     torch.manual_seed(0)
-    tasks = {"decode": decode, "prefill": prefill, "attention": attention, "baseline": baseline}
+    tasks = {"decode": decode, "prefill": prefill, "attention": attention}
     said = tasks[task["what"]](task)
     print(json.dumps(said | {"peak_bytes": peak_bytes()}))
 
