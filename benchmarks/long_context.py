@@ -1,6 +1,7 @@
 """Long contexts on SmolLM2: how fast they are decoded, read and attended to, and what memory they take, beside llama.cpp.
 
-    python benchmarks/long_context.py [--parts NAME ...] [--rounds N] [--contexts N ...] [--llama-python PYTHON] [--json FILE]
+    python benchmarks/long_context.py [--parts NAME ...] [--rounds N] [--contexts N ...] [--llama-python PYTHON]
+                                      [--json FILE] [--plot FILE.svg]
 
 decode     tokens/s after each context with the same budget of blocks; llama.cpp's after 16K on the same file
 attention  ms of one layer at the longest context, choosing included, beside dense attention by ktopt, torch's sdpa and two products
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from common import PYTHON, ROOT, demo_weights, machine, run
+from context_plot import ContextPlot
 from cpu_engines import engines_for, memory_gb_per_s, run_engine
 from cpu_models import MODELS
 
@@ -83,6 +85,22 @@ class Bench:
         self.rows.append([what, found, verdict, note])
         print("  ".join(self.rows[-1]), flush=True)
 
+    def plot(self) -> str:
+        """Decoding against the context, as far as it was measured."""
+        plot = ContextPlot(
+            "Decoding speed of SmolLM2 against the context",
+            "tokens a second of SmolLM2, two threads, against the context",
+            tuple(self.options.contexts),
+            (8, 16, 32, 64, 128, 256),
+            COLOURS,
+        )
+        for name, speeds in self.record.get("speeds", {}).items():
+            blocks, _, way = name.partition(" blocks, ")
+            plot.line(list(speeds.items()), WAYS[way]["kind"], DASHES[int(blocks)], name)
+        if peer := self.record.get("peer"):
+            plot.line([(16_384, peer)], "peer", "", "llama.cpp, whole context")
+        return plot.svg()
+
 
 def llama(bench: Bench, phase: str, tokens: int) -> float | None:
     """llama.cpp's tokens a second on the same file, by the faster of its two ways; None where it isn't there."""
@@ -97,25 +115,31 @@ def llama(bench: Bench, phase: str, tokens: int) -> float | None:
     return max(found) if found else None
 
 
-WAYS = {
-    "QUEST": {"anchor_type": "QUEST"},
-    "KEY_INT4": {"anchor_type": "KEY_INT4"},
-    "KEY_INT4, a choice for 5 layers": {"anchor_type": "KEY_INT4", "layer_step": 5},
+WAYS: dict[str, dict[str, Any]] = {
+    "QUEST": {"kind": "quest", "settings": {"anchor_type": "QUEST"}},
+    "KEY_INT4": {"kind": "int4", "settings": {"anchor_type": "KEY_INT4"}},
+    "KEY_INT4 each 5 layers": {"kind": "steps", "settings": {"anchor_type": "KEY_INT4", "layer_step": 5}},
 }
-"""Ways to choose blocks that are decoded with."""
+"""Ways to choose blocks that are decoded with: what their lines in the plot are, and their settings."""
+COLOURS = {
+    "quest": ("#1f5fbf", "#7db3f5"), "int4": ("#b4540a", "#f0a35e"), "steps": ("#2a7a3b", "#7fd094"), "peer": ("#666", "#aaa"),
+}  # fmt: skip
+DASHES = {BLOCKS + 5: "", FEW_BLOCKS + 5: "2 3"}
 
 
 def decode(bench: Bench) -> None:
     peer = llama(bench, "decode", 16_384)
     if peer:
         bench.say("decode after 16,384, llama.cpp", f"{peer:.1f} tokens/s")
-    for way, kind in WAYS.items():
+        bench.record["peer"] = peer
+    for way, each in WAYS.items():
         for chosen in (BLOCKS, FEW_BLOCKS):
-            decode_by(bench, f"{chosen + 5} blocks, {way}", {**kind, "second_select_num": chosen}, peer)
+            decode_by(bench, f"{chosen + 5} blocks, {way}", {**each["settings"], "second_select_num": chosen}, peer)
 
 
 def decode_by(bench: Bench, name: str, kind: dict[str, Any], peer: float | None) -> None:
     speeds = {context: bench.speed("decode", context, settings=settings(context, **kind)) for context in bench.options.contexts}
+    bench.record.setdefault("speeds", {})[name] = speeds
     for context, speed in speeds.items():
         bench.say(f"decode after {context:,}, {name}", f"{speed:.1f} tokens/s")
     if 16_384 in speeds:
@@ -218,6 +242,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="where the disk tier's folder is made (default: that of temporary files)")
     parser.add_argument("--disk-host-gb", type=float, default=2.5, help="memory of the cache in the part `disk` (default 2.5)")
     parser.add_argument("--llama-python", metavar="PYTHON", default=sys.executable, help="an interpreter with llama-cpp-python")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the part `decode`, as SVG")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
     options = parser.parse_args()
     bench = Bench(options)
@@ -227,6 +252,8 @@ def main() -> None:
     print("\n" + layout([Column("what"), Column("found", right=True), Column("target"), Column("")], bench.rows, 140))
     if bench.busy > 0.1:
         print(f"warning: others used {bench.busy:.1f} cores meanwhile")
+    if options.plot:
+        options.plot.write_text(bench.plot(), encoding="utf-8")
     if options.json:
         record = {"machine": machine(), "rows": bench.rows, "said": bench.record, "foreign_cores": bench.busy}
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

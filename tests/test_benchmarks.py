@@ -1,5 +1,6 @@
 """The benchmarks start as the README says. They are run by hand: a timed test would fail on a busy machine."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = (
-    "common.py", "cpu_engines.py", "cpu_models.py", "mla_plot.py", "quality_oracle.py", "quality_retrieval.py", "quality_texts.py",
-    "serve_client.py", "serve_faults_load.py", "serve_references.py", "serve_servers.py",
+    "common.py", "context_plot.py", "cpu_engines.py", "cpu_models.py", "mla_plot.py", "quality_oracle.py", "quality_retrieval.py",
+    "quality_texts.py", "serve_client.py", "serve_faults_load.py", "serve_references.py", "serve_servers.py",
 )  # fmt: skip
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.name not in SHARED)
 
@@ -47,6 +48,18 @@ def test_the_plot_has_a_line_for_each_way_and_chunk(monkeypatch: pytest.MonkeyPa
     assert paths[::2] == paths[1::2]  # before its label, a piece of a line as it is drawn
     assert len(set(paths)) == 7
     assert {"expanded, chunk 4,096", "whole context expanded"} <= {each.text for each in drawn}
+
+
+def test_decoding_is_plotted_by_way_and_budget_beside_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import long_context
+
+    bench = long_context.Bench(argparse.Namespace(contexts=[4096, 139_264]))
+    names = [f"{blocks} blocks, {way}" for way in long_context.WAYS for blocks in (129, 21)]
+    bench.record = {"speeds": {name: {4096: 100.0, 139_264: 60.0} for name in names}, "peer": 20.0}
+    drawn = ElementTree.fromstring(bench.plot())
+    assert {*names, "llama.cpp, whole context"} <= {each.text for each in drawn}
+    assert len({(each.get("class"), each.get("stroke-dasharray")) for each in drawn if each.tag.endswith("path")}) == 7
 
 
 def test_the_readme_names_benchmarks_that_exist() -> None:
