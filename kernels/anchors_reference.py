@@ -10,7 +10,6 @@ Legend: R rows, M blocks, K blocks at hand, T tokens of a block, P padded tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -82,9 +81,8 @@ def padded_to(size: int, group: int) -> int:
     return -(-size // group) * group
 
 
-@cache
 def _hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Sylvester's matrix of a power of two, orthonormal and symmetric."""
+    """Sylvester's matrix of a power of two, orthonormal and symmetric: made for each use, which may be under a FakeTensorMode."""
     made = torch.ones(1, 1, device=device)
     while len(made) < size:
         made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
