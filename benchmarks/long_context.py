@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--decode", type=int, default=32, help="tokens to make (default 32)")
     parser.add_argument("--disk", type=Path, help="where the disk tier's folder is made (default: that of temporary files)")
-    parser.add_argument("--disk-host-gb", type=float, default=2.5, help="memory of the cache in the part `disk` (default 2.5)")
+    parser.add_argument("--disk-host-gb", type=float, default=1.8, help="memory of the cache in the part `disk` (default 1.8)")
     parser.add_argument("--llama-python", metavar="PYTHON", default=sys.executable, help="an interpreter with llama-cpp-python")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the part `decode`, as SVG")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
