@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
+from ktopt.cache.attention_asked import scale_and_window
 from ktopt.diagnostics import KtoptError
 from ktopt.kernels.blocks import attend_tile
 from ktopt.operators.modules.masks import first_tokens
 
 NAME = "ktopt_blocks"
-UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""Arguments of other attention functions that change what is computed."""
 
 
 class AtHand(threading.local):
@@ -83,18 +82,13 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """query (B, N, S, D), key (B, G, X, D), value (B, G, X, V), of new tokens alone where the module's cache keeps blocks; answers
     (B, S, N, V) in the query's dtype. KtoptError for what it doesn't compute."""
-    if asked := next((name for name in UNKNOWN if others.get(name) is not None), None):
-        raise KtoptError(f"{type(module).__name__} asks attention for {asked}, which {NAME} doesn't compute")
-    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
-        raise KtoptError(f"{type(module).__name__} sees later tokens, which {NAME} doesn't compute")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale, window = scale_and_window(NAME, module, query.shape[-1], scaling, sliding_window, is_causal, others)
     held = at_hand.layer
     if held is not None and at_hand.module is module:
         from ktopt.operators.modules.block_attention import attend_blocks
 
         starts_B = starts_of(attention_mask, query.shape[0], query.shape[2], held.get_seq_length(), 0)
         return attend_blocks(held, query, (key, value), scale, starts_B).to(query.dtype), None
-    window = sliding_window or getattr(module, "sliding_window", None) or 0
     whole = attention_mask is not None and attention_mask.dim() == 4
     if whole or dropout or (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))):
         return _by_torch(query, key, value, attention_mask, window, scale, dropout), None

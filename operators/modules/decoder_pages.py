@@ -11,6 +11,7 @@ import torch
 
 from ktopt.cache import q8_0
 from ktopt.cache.paged.batch import PagedBatch
+from ktopt.cache.paged.pools import LayerShape
 from ktopt.operators.modules.decoder_blocks import KINDS
 from ktopt.operators.modules.fusing import Fused
 from ktopt.operators.modules.rotation import rotation
@@ -30,7 +31,7 @@ def run_paged(fused: Fused, batch: PagedBatch, kept: torch.dtype | str, out_1SH:
     else:
         sizes = (fused.kv_heads, fused.head_dim, fused.head_dim)
         rotated = fused.head_dim
-    pool = batch.pool(fused.index, *sizes, dtype, out_1SH.device, in_blocks)
+    pool = batch.pool(fused.index, LayerShape(*sizes, dtype, out_1SH.device, in_blocks))
     if pool is None:
         return ""
     held = pool.shape

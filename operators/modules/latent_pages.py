@@ -16,6 +16,7 @@ import torch
 from ktopt.cache import q8_0
 from ktopt.cache.paged.batch import PagedBatch
 from ktopt.cache.paged.latents import latent_view
+from ktopt.cache.paged.pools import LayerShape
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu import latent
 from ktopt.operators.modules.tiled_attention import Seen
@@ -27,7 +28,8 @@ def attend_pages(module: Any, x_1SH: torch.Tensor, embeddings: Any, batch: Paged
     latents_1SW = module._latents(x_1SH, embeddings)
     dtype = module.kept if isinstance(module.kept, torch.dtype) else latents_1SW.dtype
     in_blocks = module.kept == q8_0.NAME
-    if batch.pool(module.layer_idx, 1, latents_1SW.shape[2], 0, dtype, latents_1SW.device, in_blocks) is None:
+    shape = LayerShape(1, latents_1SW.shape[2], 0, dtype, latents_1SW.device, in_blocks)
+    if batch.pool(module.layer_idx, shape) is None:
         return torch.zeros_like(x_1SH)
     batch.put_latents(module.layer_idx, latents_1SW[0])
     out_1SNV = _attended(module, batch, module._queries(x_1SH, embeddings), few)

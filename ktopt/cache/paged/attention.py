@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from ktopt.cache.attention_asked import scale_and_window
 from ktopt.cache.paged.batch import PagedBatch
 from ktopt.diagnostics import KtoptError
 
 NAME = "ktopt_paged"
-UNKNOWN = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""Arguments of other attention functions that change what is computed."""
 
 
 class Running(threading.local):
@@ -71,15 +70,10 @@ def attention(
     batch = running.batch
     if batch is None:
         raise KtoptError(f"the attention implementation {NAME} runs in forward_paged alone")
-    if asked := next((name for name in UNKNOWN if others.get(name) is not None), None):
-        raise KtoptError(f"{type(module).__name__} asks attention for {asked}, which {NAME} doesn't compute")
-    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
-        raise KtoptError(f"{type(module).__name__} sees later tokens, which {NAME} doesn't compute")
+    scale, window = scale_and_window(NAME, module, query.shape[-1], scaling, sliding_window, is_causal, others)
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     if batch.probing:
         return out.zero_(), None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or getattr(module, "sliding_window", None) or 0
     for piece in range(len(batch.sequences)):
         rows = batch.rows_of(piece)
         out[0, rows] = _attend(batch, module.layer_idx, piece, query[0, :, rows], scale, window)  # type: ignore[arg-type]

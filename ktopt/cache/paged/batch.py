@@ -60,23 +60,14 @@ class PagedBatch(Cache):
         """The rows of one piece."""
         return slice(int(self.firsts[piece]), int(self.firsts[piece + 1]))
 
-    def pool(
-        self,
-        layer: int,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_blocks: bool = False,
-    ) -> LayerPool | None:
-        """The memory of a layer whose shape this is (see LayerShape); what it holds them in stays as it was first. None while
+    def pool(self, layer: int, shape: LayerShape) -> LayerPool | None:
+        """The memory of a layer of such a shape; what it holds numbers in, and where, stays as it was first. None while
         shapes are only being asked for. KtoptError where the cache was made for another."""
         pool = self.pools.get(layer)
-        if pool is None or (pool.shape.heads, pool.shape.key_dim, pool.shape.value_dim) != (heads, key_dim, value_dim):
+        if pool is None or pool.shape.sizes != shape.sizes:
             raise KtoptError(
-                f"layer {layer} keeps {heads} heads of {key_dim} and {value_dim} numbers, and the paged cache was made for "
-                f"{'none' if pool is None else pool.shape}"
+                f"layer {layer} keeps {shape.heads} heads of {shape.key_dim} and {shape.value_dim} numbers, and the paged cache "
+                f"was made for {'none' if pool is None else pool.shape}"
             )
         return pool
 
@@ -94,8 +85,8 @@ class PagedBatch(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys (1, H, S, D) and values (1, H, S, V) of the new tokens into their pages; answers them as they are."""
-        heads, key_dim, value_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
-        pool = self.pool(layer_idx, heads, key_dim, value_dim, key_states.dtype, key_states.device)
+        sizes = key_states.shape[1], key_states.shape[3], value_states.shape[3]
+        pool = self.pool(layer_idx, LayerShape(*sizes, key_states.dtype, key_states.device))
         if pool is not None:
             pages, places = (each.to(key_states.device) for each in self.slots)
             for held, states in zip(pool.memory, (key_states, value_states), strict=True):
@@ -133,14 +124,5 @@ class Probe(PagedBatch):
         super().__init__([(Sequence([], [0]), 1)], {}, page_tokens)
         self.shapes: dict[int, LayerShape] = {}
 
-    def pool(
-        self,
-        layer: int,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        in_blocks: bool = False,
-    ) -> None:
-        self.shapes[layer] = LayerShape(heads, key_dim, value_dim, dtype, device, in_blocks)
+    def pool(self, layer: int, shape: LayerShape) -> None:
+        self.shapes[layer] = shape

@@ -32,6 +32,10 @@ class LayerShape:
     q8_0: bool = False
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.heads, self.key_dim, self.value_dim
+
+    @property
     def bytes_per_token(self) -> int:
         if self.q8_0:
             return q8_0.stored_bytes(self.key_dim)
