@@ -104,7 +104,8 @@ def show(plan: Plan, args: argparse.Namespace) -> None:
 
         sys.stdout.write(dump_plan(plan))
         return
-    from ktopt.cli.plan_table import memory_table, plan_table
+    from ktopt.cli.memory_table import memory_table
+    from ktopt.cli.plan_table import plan_table
 
     sys.stdout.write(plan_table(plan, columns(sys.stdout), style_of(sys.stdout), everything=args.all))
     if getattr(args, "context", None):

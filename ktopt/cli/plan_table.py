@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Any
 
 from ktopt.cli.table import Column, layout, wrap_path
@@ -13,7 +12,6 @@ from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
 from ktopt.render.style import PLAIN, Style, plural, printable
-from ktopt.working_memory import LEAST_CHUNK, DeviceMemory, fitting_chunk, over_limits, prompt_piece, working_memory
 
 COLUMNS = (
     Column("modules"),
@@ -26,8 +24,6 @@ COLUMNS = (
 )
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MAX_TRANSFERS = 12
-MEMORY_WIDTH = 100
-LATENT_ATTENTION = "KDeepseekV2Attention"
 OPERATOR_WIDTH = 24
 
 
@@ -51,55 +47,6 @@ def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything
         parts.append(style.paint(f"{plural(hidden, 'module')} without weights that no rule names: --all shows them", "dim"))
     parts += [_totals(plan, style), *_transfers(plan), *_notes(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def memory_table(plan: Plan, context: int, style: Style = PLAIN, limits: Mapping[str, int] | None = None) -> str:
-    """What each device holds for a context of so many tokens; where that is more than its limit, what would make it fit."""
-    piece = prompt_piece(plan)
-    read = f"a prompt read {piece:,} tokens at a time (chunk_size)" if piece and piece < context else "a prompt read whole"
-    memory = working_memory(plan, context, limits=limits)
-    rows = [[m.device, size(m.weight_bytes), size(m.cache_bytes), size(m.transient_bytes), size(m.together)] for m in memory]
-    heads = (Column("device"), *(Column(name, right=True) for name in ("weights", "cache", "transient", "together")))
-    said = f"memory for a context of {context:,} tokens, {read}\n\n" + layout(heads, rows, 80, style) + "\n"
-    return said + _fitting(plan, context, memory, limits) if limits else said
-
-
-def _fitting(plan: Plan, context: int, memory: list[DeviceMemory], limits: Mapping[str, int]) -> str:
-    """Which devices hold what they must, and what would help those that don't: a paragraph for each."""
-    over, fits, piece = over_limits(memory, limits), fitting_chunk(plan, context, limits), prompt_piece(plan)
-    said = []
-    for each in memory:
-        have = limits.get(each.device)
-        if not have:
-            continue
-        line = f"{each.device} has {size(have)}: "
-        if each not in over:
-            line += f"it fits, with {size(have - each.together)} to spare"
-            line += f", and does with a chunk_size of up to {fits}" if fits and piece and piece < fits < context else ""
-        elif fits:
-            line += f"{size(each.together - have)} too little; --chunk_size {fits} makes it fit"
-        else:
-            line += (
-                f"{size(each.together - have)} too little; no chunk_size makes it fit, since {_why_not(plan, context, each, have)}"
-            )
-        said.append("\n" + fill(line, MEMORY_WIDTH, break_long_words=False, break_on_hyphens=False) + "\n")
-    return "".join(said)
-
-
-def _why_not(plan: Plan, context: int, memory: DeviceMemory, have: int) -> str:
-    """Why a device is too small for any chunk_size."""
-    kept = memory.weight_bytes + memory.cache_bytes
-    if kept > have:
-        return f"weights and cache alone take {size(kept)}"
-    plain = [step for step in plan.steps if step.role == "attention" and step.operator != LATENT_ATTENTION]
-    if plain and isinstance(plan.model.config.get("kv_lora_rank"), int):
-        least = next(m for m in working_memory(plan, context, LEAST_CHUNK) if m.device == memory.device)
-        return (
-            f"{plain[0].path} and {plural(len(plain) - 1, 'other')}, which no {LATENT_ATTENTION} computes, expand keys and values "
-            f"of the whole context at once: {size(least.transient_bytes)} even for {LEAST_CHUNK} tokens at a time. "
-            f"{LATENT_ATTENTION} multiplies by kv_b_proj instead (absorbed), or expands a tile of the context at a time"
-        )
-    return "what a piece of the prompt takes grows with the context"
 
 
 def fold_rows(steps: Iterable[Step], *, whole: bool = True) -> list[Row]:
