@@ -12,7 +12,7 @@ from ktopt.plan import Plan, Step
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules of one place in the tree that a plan treats alike, with all that is below them, and whose paths differ in numbers only.
+    """Modules of one place in the tree that a plan treats alike, with all that is below them, and whose paths differ in numbers.
 
     name        the last part of the pattern: "layers", "{3..60}", "" for the root
     pattern     of the paths: "model.layers.{3..60}"; it stands for exactly these
@@ -66,7 +66,7 @@ def treatment(step: Step) -> tuple[Any, ...]:
         step.stored,
         repr(step.kwargs) if step.kwargs else "",
         tuple((asked, op) for asked, (op, _) in step.runs.items()) if step.runs else (),
-        step.path[len(step.inside) :] if step.inside else "",
+        step.path.count(".", len(step.inside)) if step.inside else 0,
     )
 
 

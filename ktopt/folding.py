@@ -60,3 +60,16 @@ def number_ranges(numbers: Iterable[int]) -> str:
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return str(spans[0][0])
     return "{" + ",".join(str(a) if a == b else f"{a}..{b}" for a, b in spans) + "}"
+
+
+def fold_names(paths: Iterable[str]) -> list[str]:
+    """The patterns of fold_paths as text, those of one parent that end in different names as one: "mlp.{gate_proj,up_proj}"."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for pattern in fold_paths(paths):
+        parent, _, name = pattern.text.rpartition(".")
+        numbered = not parent or name.endswith("}") or name.isdecimal()
+        groups.setdefault((pattern.text, "") if numbered else (parent, "."), []).append(name)
+    return [
+        text or "(the model)" if not dot else f"{text}.{names[0] if len(names) == 1 else '{' + ','.join(names) + '}'}"
+        for (text, dot), names in groups.items()
+    ]

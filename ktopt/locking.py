@@ -6,13 +6,13 @@ stands at the start of the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktopt.diagnostics import Diagnostic, KtoptError, Severity
+from ktopt.folding import fold_names
 from ktopt.plan import Plan
-from ktopt.plan_diff import Change, PlanDiff, diff_plans, fold
+from ktopt.plan_diff import PlanDiff, diff_plans
 from ktopt.plan_json import dump_lock, plan_from_json, read_plan_json
 from ktopt.source import FILE_START, Origin
 
@@ -47,7 +47,7 @@ def check_lock(ruleset: RuleSet, plan: Plan) -> list[Diagnostic]:
         return [_finding(f"the resolved plan differs from {path.name}: {models}", start, relock)]
     return [
         _finding(f"the resolved plan differs from {path.name}: {_listed(lines)}", origin, relock)
-        for origin, lines in _by_rule(difference, ruleset, plan, start).items()
+        for origin, lines in _by_rule(difference, ruleset, start).items()
     ]
 
 
@@ -60,26 +60,18 @@ def _listed(lines: list[str]) -> str:
     return "; ".join(lines[:SHOWN]) + more
 
 
-def _by_rule(difference: PlanDiff, ruleset: RuleSet, plan: Plan, start: Origin) -> dict[Origin, list[str]]:
+def _by_rule(difference: PlanDiff, ruleset: RuleSet, start: Origin) -> dict[Origin, list[str]]:
     """What differs, by the rules that decide. Transfers follow from devices, and are told where nothing else is."""
     found: dict[Origin, list[str]] = {}
-    for change in difference.changes:
-        for rule, paths in _deciders(change, plan):
-            origin = start if rule is None else ruleset.rules[rule].replace.origin
-            found.setdefault(origin, []).extend(change.lines(paths))
+    for rule in difference.rules:
+        origin = start if rule.number is None else ruleset.rules[rule.number].replace.origin
+        lines = [str(change) for change in rule.changes if change.fields]
+        if lines:
+            found.setdefault(origin, []).extend(lines)
     if difference.settings:
-        found.setdefault(start, []).extend(line.removeprefix("~ ") for line in difference.settings)
+        found.setdefault(start, []).extend(map(str, difference.settings))
     if not found:
-        gone = [f"{path} is gone" for path in fold(difference.only_a)] + [f"{path} is new" for path in fold(difference.only_b)]
-        lines = [*gone, *difference.transfers]
+        gone = [f"{name} is gone" for name in fold_names(difference.only_a)]
+        lines = [*gone, *(f"{name} is new" for name in fold_names(difference.only_b)), *map(str, difference.transfers)]
         return {start: lines} if lines else {}
     return found
-
-
-def _deciders(change: Change, plan: Plan) -> Iterator[tuple[int | None, tuple[str, ...]]]:
-    """The modules of a change, by the rule that decides them now: that of the closed module above, for those inside one."""
-    by_rule: dict[int | None, list[str]] = {}
-    for path in change.paths:
-        step = plan.by_path[path]
-        by_rule.setdefault((plan.by_path[step.inside] if step.inside else step).rule, []).append(path)
-    return ((rule, tuple(paths)) for rule, paths in by_rule.items())

@@ -241,7 +241,7 @@ class TestPlan:
     def test_the_table_folds_layers_fits_a_hundred_columns_and_sums_bytes(self, cli: Cli, rules: Path) -> None:
         result = cli("plan", rules, *MODEL)
         assert result.code == 0
-        assert "model.layers.{0..29}.mlp." in result.out
+        assert "─ {0..29} " in result.out
         assert " x90 " in result.out
         assert "KTransformersLinear" in result.out
         assert "together" in result.out
@@ -297,8 +297,8 @@ class TestDiff:
         other.write_text(RULES.replace("(gate|up|down)", "(gate|up)"))
         result = cli("diff", rules, other, *MODEL)
         assert result.code == 1
-        assert "~ model.layers.{0..29}.mlp.down_proj: operator KTransformersLinear -> default" in result.out
-        assert json.loads(cli("diff", rules, other, *MODEL, "--format", "json").out)["changes"]
+        assert "  ~ model.layers.{0..29}.mlp.down_proj x30: operator KTransformersLinear -> default; 53.1 MB\n" in result.out
+        assert json.loads(cli("diff", rules, other, *MODEL, "--format", "json").out)["rules"][0]["changes"]
 
     def test_a_file_that_is_no_plan_is_refused(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
         path = tmp_path / "x.json"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
-from ktopt.plan_diff import diff_plans, fold
 from ktopt.plan_json import PlanFileError, dump_lock, dump_plan, load_plan
 
 
@@ -92,40 +91,3 @@ def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(PlanFileError):
         load_plan(path)
-
-
-def test_plans_that_differ_only_in_what_decided_are_alike(tmp_path: Path) -> None:
-    made = plan(FULL)
-    (tmp_path / "p").write_text(dump_plan(plan(FULL._replace(rule=None, alias="", notes=()), ktopt_version="9")))
-    assert diff_plans(made, load_plan(tmp_path / "p")).empty
-
-
-def test_a_diff_names_modules_fields_and_bytes() -> None:
-    before = plan(step("model.layers.0.a"), step("model.layers.1.a"), step("gone"))
-    after = plan(step("model.layers.0.a", generate_device="cpu"), step("model.layers.1.a", generate_device="cpu"), step("new"))
-    text = diff_plans(before, after).render()
-    assert "- gone" in text
-    assert "+ new" in text
-    assert "~ model.layers.{0..1}.a: generate_device cuda:0 -> cpu" in text
-    assert "cpu: 0.0 MB -> 0.0 MB" in text
-
-
-def test_the_device_of_a_module_that_holds_and_runs_nothing_is_no_difference() -> None:
-    container = step("model.layers.0", operator="default", weight_bytes=0)
-    assert diff_plans(plan(container), plan(container._replace(generate_device="cpu"))).empty
-    for held in (container._replace(weight_bytes=8), container._replace(operator="KDeepseekV2Model")):
-        assert not diff_plans(plan(held), plan(held._replace(generate_device="cpu"))).empty
-
-
-def test_a_diff_names_the_kwarg_that_changed() -> None:
-    text = diff_plans(plan(step("a", kwargs={"x": 1, "y": 2})), plan(step("a", kwargs={"x": 1, "y": 3}))).render()
-    assert text == "~ a: kwargs.y 2 -> 3"
-
-
-def test_a_diff_names_transfers() -> None:
-    text = diff_plans(plan(step("a")), plan(step("a"), transfers=())).render()
-    assert text == "- transfer at the input of model.layers.1: cuda:0 to cuda:1"
-
-
-def test_paths_fold_to_ranges() -> None:
-    assert fold(["l.0.a", "l.1.a", "l.3.a", "l.0.b", "norm", ""]) == ["l.{0..1,3}.a", "l.0.b", "norm", "(the model)"]

@@ -1,40 +1,13 @@
-"""Folded paths, text tables, and a plan as a table."""
+"""Folded paths and text tables."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktopt.cli.plan_table import plan_table
-from ktopt.cli.table import Column, layout, wrap_path
+from ktopt.cli.table import Branch, Column, layout, wrap_path
 from ktopt.cli.terminal import size
-from ktopt.folding import fold_paths, number_ranges
-from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
-
-GOES = "quantised kernels are not in this version"
-
-
-def step(
-    path: str, operator: str = "default", device: str = "cpu", nbytes: int = 0, rule: int | None = None, **more: object
-) -> Step:
-    return Step(path, f"torch.nn.{path.rpartition('.')[2]}", "other", operator, {}, device, device, "float32", nbytes, rule, **more)  # type: ignore[arg-type]
-
-
-def plan(*steps: Step, transfers: tuple[Transfer, ...] = (), notes: tuple[str, ...] = ()) -> Plan:
-    return Plan(
-        ModelRef("tiny", "llama", (), "", {}),
-        "rules.yaml",
-        "",
-        (
-            RuleRef("rule-1", "rules.yaml", 12, 3, "KTransformersLinear"),
-            RuleRef("fast", "rules.yaml", 30, 3, "default", active=False),
-        ),
-        steps,
-        transfers,
-        "cpu",
-        "float32",
-        notes=notes,
-    )
+from ktopt.folding import fold_names, fold_paths, number_ranges
 
 
 def texts(*paths: str) -> list[str]:
@@ -100,58 +73,33 @@ def test_sizes() -> None:
     assert [size(0), size(999), size(1000), size(538_100_000), size(1.31e12)] == ["0 B", "999 B", "1.0 kB", "538.1 MB", "1.3 TB"]
 
 
-def test_siblings_and_layers_share_a_row_with_their_bytes_added() -> None:
-    names = ("gate_proj", "up_proj")
-    table = plan_table(
-        plan(*(step(f"layers.{i}.mlp.{n}", "KTransformersLinear", nbytes=1000, rule=0) for i in range(3) for n in names))
-    )
-    (row,) = [line for line in table.splitlines() if "KTransformersLinear" in line]
-    assert row.split() == ["layers.{0..2}.mlp.{gate_proj,up_proj}", "x6", "KTransformersLinear", "cpu", "6.0", "kB", "12"]
+def test_siblings_share_a_name_and_numbers_a_range() -> None:
+    paths = [f"layers.{i}.mlp.{name}" for i in range(3) for name in ("gate_proj", "up_proj")]
+    assert fold_names([*paths, "layers.0.norm", "lm_head", ""]) == [
+        "layers.{0..2}.mlp.{gate_proj,up_proj}",
+        "layers.0.norm",
+        "lm_head",
+        "(the model)",
+    ]
+    assert fold_names(["a.0", "a.1", "a.b", "c"]) == ["a.{0..1}", "a.b", "c"]
 
 
-def test_devices_rules_and_ops_keep_rows_apart() -> None:
-    table = plan_table(
-        plan(
-            step("a.x", "K", "cpu", 10, 0),
-            step("a.y", "K", "cuda:0", 10, 0),
-            step("a.z", "K", "cpu", 10, None)._replace(kwargs={"generate_op": "Fast"}, runs={"Fast": ("Slow", GOES)}),
+def test_a_tree_keeps_its_lines_where_a_row_takes_several() -> None:
+    branches = [Branch("", "│  "), Branch("├─ ", "│  "), Branch("└─ ", "   ")]
+    rows = [["top", "K"], ["self_attn.{q_proj,k_proj,v_proj,o_proj}", "KLinear\n  KLinearTorch\n  Q4_K"], ["end", "a\nb"]]
+    assert layout((Column("module"), Column("operator")), rows, 42, branches=branches).splitlines() == [
+        "module                      operator",
+        "top                         K",
+        "├─ self_attn.{q_proj,       KLinear",
+        "│   k_proj,v_proj,o_proj}     KLinearTorch",
+        "│                             Q4_K",
+        "└─ end                      a",
+        "                            b",
+    ]
+
+
+def test_a_range_is_not_broken_between_its_dots() -> None:
+    for wide in range(14, 40):
+        assert not any(
+            line.endswith("0.") or line.strip().startswith(".") for line in wrap_path("model.layers.{0..29,31}.mlp", wide)
         )
-    )
-    assert [line.split()[0] for line in table.splitlines()[3:6]] == ["a.x", "a.y", "a.z"]
-    assert "Fast" in table
-    assert ">Slow" in table
-
-
-def test_modules_without_weights_and_rule_are_counted_not_shown() -> None:
-    quiet = plan(step("model"), step("model.norm", nbytes=4))
-    assert "\nmodel " not in plan_table(quiet)
-    assert "1 module without weights that no rule names" in plan_table(quiet)
-    assert "\nmodel " in plan_table(quiet, everything=True)
-
-
-def test_what_a_closed_module_holds_is_counted_as_its_own() -> None:
-    experts = [
-        step("experts", "KTransformersExperts", rule=0),
-        *(step(f"experts.{e}", nbytes=500, inside="experts") for e in range(4)),
-    ]
-    table = plan_table(plan(*experts))
-    assert "2.0 kB" in table
-    assert "experts.{0..3}" not in table
-
-
-def test_replicas_count_on_each_device() -> None:
-    table = plan_table(plan(step("rotary", device="cuda:0", nbytes=100, rule=0, replicas=("cuda:1",))))
-    assert [line.split()[-2:] for line in table.splitlines() if line.startswith(("cuda:0", "cuda:1", "together"))] == [
-        ["100", "B"],
-        ["100", "B"],
-        ["200", "B"],
-    ]
-
-
-def test_transfers_and_notes_are_folded() -> None:
-    moves = tuple(Transfer(f"layers.{i}.experts", "input", "cuda:0", "cpu") for i in range(4))
-    noted = [step(f"layers.{i}", nbytes=1, notes=("a note",)) for i in range(4)]
-    table = plan_table(plan(*noted, transfers=moves, notes=("for all",)))
-    assert "transfers (4)\n  cuda:0 -> cpu at the input of layers.{0..3}.experts" in table
-    assert "  for all\n  layers.{0..3}: a note" in table
-    assert "inactive on this machine: fast (line 30)" in table

@@ -6,11 +6,14 @@ import argparse
 import dataclasses
 import json
 import sys
+from typing import TYPE_CHECKING, Any
 
 from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options
-from ktopt.cli.terminal import style_of
+from ktopt.cli.terminal import columns, style_of
 from ktopt.plan import Plan
-from ktopt.render.style import printable
+
+if TYPE_CHECKING:
+    from ktopt.plan_diff import Field, PlanDiff, RuleChanges
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,15 +29,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ktopt.cli.diff_text import diff_text
     from ktopt.plan_diff import diff_plans
 
-    difference = diff_plans(_plan(args.before, args), _plan(args.after, args))
+    a, b = _plan(args.before, args), _plan(args.after, args)
+    difference = diff_plans(a, b)
     if args.format == "json":
-        print(json.dumps({**dataclasses.asdict(difference), "empty": difference.empty}, indent=2))
-    elif difference.empty:
-        print("the plans do not differ")
+        print(json.dumps(to_json(difference), indent=2))
     else:
-        _print(difference.render())
+        sys.stdout.write(diff_text(difference, a, b, columns(sys.stdout), style_of(sys.stdout)))
     return 0 if difference.empty else 1
 
 
@@ -48,8 +51,36 @@ def _plan(name: str, args: argparse.Namespace) -> Plan:
     return compile(rules_argument(name), model_argument(args), **stage_options(args))
 
 
-def _print(text: str) -> None:
-    style = style_of(sys.stdout)
-    colours = {"-": "red", "+": "green", "~": "yellow"}
-    for line in printable(text).splitlines():
-        print(style.paint(line, colours[line[0]]) if line[:1] in colours else line)
+def to_json(difference: PlanDiff) -> dict[str, Any]:
+    """The difference as plain values."""
+    return {
+        "empty": difference.empty,
+        "devices": [{"device": d, "before": before, "after": after} for d, before, after in difference.devices],
+        "rules": [_rule_json(rule) for rule in difference.rules],
+        "only_before": list(difference.only_a),
+        "only_after": list(difference.only_b),
+        "transfers": [dataclasses.asdict(transfer) for transfer in difference.transfers],
+        "settings": [_field_json(setting) for setting in difference.settings],
+    }
+
+
+def _rule_json(rule: RuleChanges) -> dict[str, Any]:
+    return {
+        **{side: ref and dataclasses.asdict(ref) for side, ref in (("before", rule.before), ("after", rule.after))},
+        "same": rule.same,
+        "changes": [
+            {
+                "modules": change.modules,
+                "paths": list(change.paths),
+                "fields": [_field_json(field) for field in change.fields],
+                "bytes": change.nbytes,
+            }
+            for change in rule.changes
+        ],
+    }
+
+
+def _field_json(field: Field) -> dict[str, Any]:
+    from ktopt.plan_diff import as_json
+
+    return {"field": field.name, "before": as_json(field.before), "after": as_json(field.after)}

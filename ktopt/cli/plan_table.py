@@ -1,130 +1,130 @@
-"""A plan as a table for people: repeated layers folded, sums per device, transfers, notes."""
+"""A plan for people: its modules as a folded tree, sums per device, transfers, notes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import PurePath
+from textwrap import wrap
+from typing import NamedTuple
 
-from ktopt.cli.table import Column, layout, wrap_path
+from ktopt.cli.plan_rows import Row, rows_of
+from ktopt.cli.table import LEAST, Branch, Column, layout, room, wrap_path
 from ktopt.cli.terminal import size
+from ktopt.folded import fold_plan
 from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
-from ktopt.render.style import PLAIN, Style, plural, printable
+from ktopt.render.style import PLAIN, Style, plural, printable, width
 
-COLUMNS = (
-    Column("modules"),
-    Column("", right=True),
-    Column("operator"),
-    Column("op"),
-    Column("device"),
-    Column("bytes", right=True),
-    Column("line", right=True, dim=True),
-)
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MAX_TRANSFERS = 12
 OPERATOR_WIDTH = 24
+RULE_WIDTH = 18
+NAME_WIDTH = 16
+"""A name's room beside the lines of the tree, at least."""
 
 
-@dataclass
-class Row:
-    """Modules that a plan treats alike, folded to one pattern."""
+class Form(NamedTuple):
+    """How a row is laid out: with the op beside its operator or below it, and with rules' ids or only their lines."""
 
-    pattern: str
-    count: int
-    nbytes: int
-    step: Step
+    op_beside: bool
+    ids: bool
+
+
+FORMS = (Form(True, True), Form(False, True), Form(False, False))
+"""From the widest to the narrowest."""
 
 
 def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything: bool = False) -> str:
     """The plan in lines of at most `limit` columns. Modules without weights that no rule names are left out unless `everything`."""
-    steps = plan.steps if everything else [s for s in plan.steps if s.rule is not None or s.weight_bytes]
-    rows = fold_rows(steps, whole=not everything)
-    parts = [_header(plan, style), layout(COLUMNS, [_cells(plan, row) for row in rows], limit, style)]
-    hidden = len(plan.steps) - len(steps)
+    folded = fold_plan(plan, everything)
+    parts = [_header(plan, style), _tree(plan, rows_of(folded, everything), limit, style)]
+    shown = set(chain.from_iterable(group.paths for group in folded.walk()))
+    hidden = sum(step.rule is None and not step.weight_bytes and step.path not in shown for step in plan.steps)
     if hidden:
         parts.append(style.paint(f"{plural(hidden, 'module')} without weights that no rule names: --all shows them", "dim"))
-    parts += [_totals(plan, style), *_transfers(plan), *_notes(plan)]
+    parts += [_totals(plan, style), *_transfers(plan, limit), *_notes(plan, limit)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def fold_rows(steps: Iterable[Step], *, whole: bool = True) -> list[Row]:
-    """Steps as rows in the order of the tree. With `whole`, what lies inside a `recursive: false` module counts as part of it."""
-    by_path: dict[str, Step] = {}
-    counts: dict[str, int] = {}
-    for step in steps:
-        home = step.inside if whole and step.inside else step.path
-        by_path.setdefault(home, step)
-        if home == step.path:
-            by_path[home] = step
-        counts[home] = counts.get(home, 0) + step.weight_bytes * (1 + len(step.replicas))
-    alike: dict[Any, list[str]] = {}
-    for path, step in by_path.items():
-        alike.setdefault(_treatment(step), []).append(path)
-    order = {path: i for i, path in enumerate(by_path)}
-    rows = [
-        Row(pattern.text or "(the model)", len(pattern.paths), sum(counts[p] for p in pattern.paths), by_path[pattern.paths[0]])
-        for paths in alike.values()
-        for pattern in fold_paths(paths)
-    ]
-    rows.sort(key=lambda row: order[row.step.path])
-    return _join_siblings(rows)
+def _tree(plan: Plan, root: Row, limit: int, style: Style) -> str:
+    """The rows in the widest form that leaves names their room."""
+    branches = list(_branches(root, style.lines))
+    names = [row.name or "(the model)" for row in root.walk()]
+    need = max(width(b.first) + width(printable(name)) for b, name in zip(branches, names, strict=True))
+    least = max(LEAST, max(width(b.first) for b in branches) + NAME_WIDTH)
+    for form in FORMS:
+        columns = _columns(form)
+        cells = [[name, *_cells(plan, row, form)] for name, row in zip(names, root.walk(), strict=True)]
+        if room(columns, cells, limit) >= (max(need, least) if form.op_beside else least):
+            break
+    return layout(columns, cells, limit, style, least=least, branches=branches)
 
 
-def _treatment(step: Step) -> Any:
-    """What makes modules alike: equal keys stand in one row."""
-    runs = tuple((asked, op) for asked, (op, _) in step.runs.items())
+def _columns(form: Form) -> tuple[Column, ...]:
     return (
-        step.operator,
-        step.rule,
-        step.generate_device,
-        step.prefill_device,
-        step.dtype,
-        step.replicas,
-        _op(step),
-        runs,
-        step.inside,
-        step.stored,
+        Column("module"),
+        Column("", right=True),
+        Column("operator"),
+        *((Column("op"),) if form.op_beside else ()),
+        Column("device"),
+        Column("size", right=True),
+        Column("rule", dim=True) if form.ids else Column("line", right=True, dim=True),
     )
 
 
-def _join_siblings(rows: list[Row]) -> list[Row]:
-    """Rows of one parent that differ in their last name only, as one: "mlp.{gate_proj,up_proj,down_proj}"."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        parent = row.pattern.rpartition(".")[0]
-        groups.setdefault((parent, row.count, _treatment(row.step)) if parent else row.pattern, []).append(row)
-    return [_joined(group) for group in groups.values()]
+def _branches(root: Row, lines: bool) -> Iterator[Branch]:
+    """What stands before each row of the tree, in the order of Row.walk."""
+    down, more, last = ("│  ", "├─ ", "└─ ") if lines else ("|  ", "|- ", "`- ")
+
+    def below(row: Row, before: str) -> Iterator[Branch]:
+        for number, each in enumerate(row.rows, 1):
+            at_end = number == len(row.rows)
+            inner = before + ("   " if at_end else down)
+            yield Branch(before + (last if at_end else more), inner + (down if each.rows else ""))
+            yield from below(each, inner)
+
+    yield Branch("", down if root.rows else "")
+    yield from below(root, "")
 
 
-def _joined(rows: list[Row]) -> Row:
-    if len(rows) == 1:
-        return rows[0]
-    parent = rows[0].pattern.rpartition(".")[0]
-    names = ",".join(row.pattern.rpartition(".")[2] for row in rows)
-    return Row(f"{parent}.{{{names}}}", sum(r.count for r in rows), sum(r.nbytes for r in rows), rows[0].step)
+def _cells(plan: Plan, row: Row, form: Form) -> list[str]:
+    """All cells of a row but the first."""
+    step = row.step
+    told = f"as {row.like}" + (", but for" if row.rows else "") if row.like else "" if row.holder else step.operator
+    what, ops = wrap_path(told, OPERATOR_WIDTH), [] if row.holder else _ops(step)
+    return [
+        f"x{row.count:,}" if row.count > 1 else "",
+        "\n".join(what if form.op_beside else [*what, *(f"  {op}" for op in ops)]),
+        *(["\n".join(ops)] if form.op_beside else []),
+        "\n".join(row.devices),
+        size(row.nbytes) if row.nbytes else "-",
+        _rule(plan, row, form),
+    ]
 
 
-def _op(step: Step) -> str:
-    """The op that generates, and below it the one that runs in its place."""
+def _ops(step: Step) -> list[str]:
+    """The op that generates, the one that runs in its place, and the types that weights stay in."""
     asked = step.kwargs.get("generate_op")
     if not isinstance(asked, str):
-        return ""
-    return f"{asked}\n>{step.runs[asked][0]}" if asked in step.runs else asked
+        return list(step.stored)
+    return [asked, *([f">{step.runs[asked][0]}"] if asked in step.runs else []), *([" ".join(step.stored)] if step.stored else [])]
 
 
-def _cells(plan: Plan, row: Row) -> list[str]:
-    step = row.step
-    return [
-        row.pattern,
-        f"x{row.count:,}" if row.count > 1 else "",
-        "\n".join(wrap_path(step.operator, OPERATOR_WIDTH)),
-        "\n".join(filter(None, (_op(step), " ".join(step.stored)))),
-        "\n".join((step.generate_device, *step.replicas)),
-        size(row.nbytes) if row.nbytes else "-",
-        str(plan.rules[step.rule].line) if step.rule is not None else "-",
-    ]
+def _rule(plan: Plan, row: Row, form: Form) -> str:
+    """The rule's id and line, and its file where it is not the plan's own; lines alone where a row stands for a subtree."""
+    rules = [plan.rules[number] for number in row.rules]
+    if row.like:
+        lines = ", ".join(str(rule.line) for rule in rules)
+        return "\n".join(wrap(f"lines {lines}" if form.ids and rules else lines, RULE_WIDTH))
+    if row.holder or not rules:
+        return "" if row.holder else "-"
+    (rule,) = rules
+    if not form.ids:
+        return str(rule.line)
+    other = wrap_path(f"of {PurePath(rule.file).name}", RULE_WIDTH) if rule.file != plan.rule_file else []
+    return "\n".join([*wrap(f"{rule.id}:{rule.line}", RULE_WIDTH), *other])
 
 
 def _header(plan: Plan, style: Style) -> str:
@@ -140,16 +140,16 @@ def _totals(plan: Plan, style: Style) -> str:
     sums = device_bytes(plan)
     rows = [[d, plural(modules[d], "module"), size(sums.get(d, 0))] for d in sorted(plan.devices) if sums.get(d)]
     rows.append(["together", plural(sum(modules.values()), "module"), size(plan.weight_bytes)])
-    return layout((Column("device"), Column("with weights", right=True), Column("bytes", right=True)), rows, 60, style)
+    return layout((Column("device"), Column("with weights", right=True), Column("size", right=True)), rows, 60, style)
 
 
-def _transfers(plan: Plan) -> list[str]:
+def _transfers(plan: Plan, limit: int) -> list[str]:
     """Transfers, alike ones folded."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for t in plan.transfers:
         groups.setdefault((t.source, t.target, t.side), []).append(t.path)
     lines = [
-        f"  {source} -> {target} at the {side} of {pattern.text or 'the model'}"
+        _paragraph(f"{source} -> {target} at the {side} of {pattern.text or 'the model'}", limit)
         for (source, target, side), paths in groups.items()
         for pattern in fold_paths(paths)
     ]
@@ -161,17 +161,22 @@ def _transfers(plan: Plan) -> list[str]:
     return [f"transfers ({len(plan.transfers)})\n" + "\n".join(lines[:MAX_TRANSFERS] + more)]
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan, limit: int) -> list[str]:
     by_note: dict[str, list[str]] = {}
     for step in plan.steps:
         for note in step.notes:
             by_note.setdefault(note, []).append(step.path)
-    lines = [f"  {printable(note)}" for note in plan.notes]
+    notes = [*plan.notes]
     for note, paths in by_note.items():
-        first, *others = [p.text for p in fold_paths(paths)]
-        more = f" and {len(paths) - len(fold_paths(paths)[0].paths)} more" if others else ""
-        lines.append(f"  {first}{more}: {printable(note)}")
+        first, *others = fold_paths(paths)
+        more = f" and {len(paths) - len(first.paths)} more" if others else ""
+        notes.append(f"{first.text}{more}: {note}")
     inactive = [f"{r.id} (line {r.line})" for r in plan.rules if not r.active]
     if inactive:
-        lines.append(f"  inactive on this machine: {', '.join(inactive)}")
-    return ["notes\n" + "\n".join(lines)] if lines else []
+        notes.append(f"inactive on this machine: {', '.join(inactive)}")
+    return ["notes\n" + "\n".join(_paragraph(note, limit) for note in notes)] if notes else []
+
+
+def _paragraph(text: str, limit: int) -> str:
+    """Indented lines of at most `limit` columns; a word that is longer than one is broken."""
+    return "\n".join(wrap(printable(text), limit, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))

@@ -14,12 +14,23 @@ __all__ = ["Progress", "TokenProgress", "columns", "size", "style_of"]
 
 
 def style_of(stream: TextIO) -> Style:
-    """Colour on a terminal only. NO_COLOR turns it off, FORCE_COLOR on; NO_COLOR wins."""
+    """Colour on a terminal only: NO_COLOR turns it off, FORCE_COLOR on; NO_COLOR wins. Lines where the encoding has them."""
     if os.environ.get("NO_COLOR"):
-        return Style()
-    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
-        return Style(colour=True)
-    return Style(colour=stream.isatty() and os.environ.get("TERM") != "dumb")
+        colour = False
+    elif os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        colour = True
+    else:
+        colour = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return Style(colour, _has_lines(stream.encoding))
+
+
+def _has_lines(encoding: str | None) -> bool:
+    """Whether the lines of a tree can be written."""
+    try:
+        "│├└─".encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def columns(stream: TextIO) -> int:

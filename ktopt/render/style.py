@@ -1,4 +1,4 @@
-"""Colour and width of terminal text, and numbers in it."""
+"""Colour, lines and width of terminal text, and numbers in it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ SEVERITY_COLOUR = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.I
 
 @dataclass(frozen=True)
 class Style:
-    """Whether text carries ANSI colours."""
+    """What text may carry: ANSI colours, and the lines of trees in Unicode."""
 
     colour: bool = False
+    lines: bool = True
 
     def paint(self, text: str, kind: str) -> str:
         """`text` in bold, dim, red, green, yellow, blue or cyan where colours are on."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
+from ktopt.folding import fold_names
 from ktopt.graph import ModuleGraph
 from ktopt.plan import Plan, Step
-from ktopt.plan_diff import PlanDiff, diff_plans, fold
+from ktopt.plan_diff import compare_steps, transfer_changes
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,14 @@ def difference(graph: ModuleGraph, old: Plan, new: Plan) -> Difference | None:
     transfer_map is left out: ktopt derives transfers, which are compared instead.
     """
     matter = compared(graph, old, new)
-    found: PlanDiff = diff_plans(_without_transfer_maps(old), _without_transfer_maps(new))
-    words: list[str] = []
-    paths: set[str] = set()
-    for change in found.changes:
-        there = [path for path in change.paths if path in matter]
-        if there:
-            paths.update(there)
-            words.append(f"{', '.join(fold(there))}: {change.field} {change.before} -> {change.after}")
-    words += found.transfers
-    return Difference(graph.name, tuple(words), frozenset(paths)) if words else None
+    old, new = _without_transfer_maps(old), _without_transfer_maps(new)
+    found: dict[str, list[str]] = {}
+    for step, _, fields in compare_steps(old, new):
+        if fields and step.path in matter:
+            found.setdefault(", ".join(map(str, fields)), []).append(step.path)
+    words = [f"{', '.join(fold_names(paths))}: {fields}" for fields, paths in found.items()]
+    words += map(str, transfer_changes(old, new))
+    return Difference(graph.name, tuple(words), frozenset(chain.from_iterable(found.values()))) if words else None
 
 
 def _without_transfer_maps(plan: Plan) -> Plan:

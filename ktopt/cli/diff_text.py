@@ -1,0 +1,130 @@
+"""What differs between two plans, in words for a terminal: the devices' totals, and under each rule the modules that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from textwrap import wrap
+
+from ktopt.cli.table import Column, layout, wrap_path
+from ktopt.folding import fold_names
+from ktopt.plan import Plan, RuleRef
+from ktopt.plan_diff import AUTOMATIC, Change, PlanDiff, RuleChanges
+from ktopt.render.style import PLAIN, Style, plural, printable, size, width
+
+COLOURS = {"-": "red", "+": "green", "~": "yellow", "=": "dim"}
+
+
+def diff_text(difference: PlanDiff, a: Plan, b: Plan, limit: int = 100, style: Style = PLAIN) -> str:
+    """The difference in lines of at most `limit` columns."""
+    elsewhere = sum(len(change.paths) for rule in difference.rules for change in rule.changes if not change.fields)
+    if difference.empty:
+        more = f"; {plural(elsewhere, 'module')} {'is' if elsewhere == 1 else 'are'} decided by other rules" if elsewhere else ""
+        return f"the plans do not differ{more}\n"
+    parts = [_head(difference, a, b, limit, style)]
+    short = _short_names({rule.file for plan in (a, b) for rule in plan.rules})
+    parts += [_section(_title(rule, short), map(_entry, rule.changes), limit, style) for rule in difference.rules]
+    for sign, plan, paths in (("-", a, difference.only_a), ("+", b, difference.only_b)):
+        which = ("the first plan", "the second")[sign == "+"] if a.rule_file == b.rule_file else printable(plan.rule_file)
+        parts.append(_section(f"only in {which}", (f"{sign} {line}" for line in _tops(paths)), limit, style))
+    parts.append(_section("transfers", map(str, difference.transfers), limit, style))
+    parts.append(_section("settings", (f"~ {setting}" for setting in difference.settings), limit, style))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(difference: PlanDiff, a: Plan, b: Plan, limit: int, style: Style) -> str:
+    """Which plans, and what each device holds in both."""
+    files = [printable(plan.rule_file) for plan in (a, b)]
+    models = [printable(plan.model.source) for plan in (a, b)]
+    if models[0] == models[1]:
+        named = f"{' -> '.join(dict.fromkeys(files))}, for {models[0]}"
+    else:
+        named = " -> ".join(f"{file} for {model}" for file, model in zip(files, models, strict=True))
+    columns = (Column("device"), Column("before", right=True), Column("after", right=True), Column("", right=True))
+    rows = [[device, size(x), size(y), _grown(y - x)] for device, x, y in sorted(difference.devices)]
+    lines = [style.paint(line, "bold") for line in wrap(named, limit, break_long_words=False, break_on_hyphens=False)]
+    return "\n".join(lines) + "\n\n" + layout(columns, rows, 80, style)
+
+
+def _grown(by: int) -> str:
+    return f"{'+' if by > 0 else '-'}{size(abs(by))}" if by else ""
+
+
+def _short_names(files: Collection[str]) -> dict[str, str]:
+    """Of each file as few last parts of its path as tell them all apart."""
+    parts = {file: PurePath(file).parts for file in files}
+    for count in range(1, max(map(len, parts.values()), default=0) + 1):
+        short = {file: "/".join(each[-count:]) for file, each in parts.items()}
+        if len(set(short.values())) == len(files):
+            return short
+    return {file: file for file in files}
+
+
+def _title(rule: RuleChanges, short: Mapping[str, str]) -> str:
+    """The rule in both plans, or before and after."""
+    before, after = rule.before, rule.after
+    if rule.same and (before is None or after is None):
+        return "no rule"
+    places = [f"{short[each.file]}:{each.line}" if each else "" for each in (before, after)]
+    if before and after and rule.same:
+        return f"{' -> '.join(dict.fromkeys((_named(before), _named(after))))} ({' -> '.join(dict.fromkeys(places))})"
+    named = [
+        f"{_named(each)} ({place}{', only there' if alone else ''})" if each else "no rule"
+        for each, place, alone in zip((before, after), places, (rule.gone, rule.new), strict=True)
+    ]
+    return " -> ".join(named)
+
+
+def _named(rule: RuleRef) -> str:
+    return rule.id if AUTOMATIC.fullmatch(rule.id) else f"rule {rule.id}"
+
+
+def _entry(change: Change) -> str:
+    """ "~ modules x58: device cuda:0 -> cpu; 1.3 TB"."""
+    groups, count = change.modules, len(change.paths)
+    told = f" x{count:,}" if count > len(groups) == 1 else f" ({count:,} in all)" if len(groups) > 1 else ""
+    names = f"{', '.join(groups)}{told}"
+    if not change.fields:
+        return f"= {names}: as before"
+    sizes = next((f for f in change.fields if f.name == "weight_bytes"), None)
+    words = replace(change, fields=tuple(f for f in change.fields if f is not sizes)).words()
+    if sizes is not None:
+        words.append(f"{size(sizes.before)} -> {size(sizes.after)}")
+    elif change.nbytes:
+        words.append(size(change.nbytes))
+    return f"~ {names}: {'; '.join(words)}"
+
+
+def _tops(paths: Sequence[str]) -> list[str]:
+    """Modules of one plan alone, without those below another one of them."""
+    there = set(paths)
+    below = [path for path in paths if path and path.rpartition(".")[0] in there]
+    parents = {path.rpartition(".")[0] for path in below}
+    tops = there.difference(below)
+    bare, full = ([path for path in paths if path in tops and (path in parents) is has] for has in (False, True))
+    return [*fold_names(bare), *(f"{name} and all below" for name in fold_names(full))]
+
+
+def _section(title: str, lines: Iterable[str], limit: int, style: Style) -> str:
+    """A title, and its lines in their colours; "" without lines."""
+    found = [piece for line in lines for piece in _wrapped(printable(line), limit, style)]
+    return "\n".join([style.paint(printable(title), "bold"), *found]) if found else ""
+
+
+def _wrapped(line: str, limit: int, style: Style) -> list[str]:
+    """A line; where it is too long, what stands after its modules on lines of its own, further in."""
+    colour = COLOURS[line[0]]
+    names, colon, rest = line.partition(": ")
+    if not colon:
+        return [style.paint(each, colour) for each in _filled(line, limit, 2)]
+    if width(line) + 2 <= limit:
+        return [f"  {style.paint(names + ':', colour)} {rest}"]
+    return [*(style.paint(each, colour) for each in _filled(names, limit, 2)), *_filled(rest, limit, 6)]
+
+
+def _filled(text: str, limit: int, indent: int) -> list[str]:
+    """Indented lines; what is too long for one is broken as a path is."""
+    before, room = " " * indent, limit - indent - 2
+    words = (piece for word in text.split(" ") for piece in wrap_path(word, room, 0))
+    return wrap(" ".join(words), limit, initial_indent=before, subsequent_indent=before + "  ", break_on_hyphens=False)

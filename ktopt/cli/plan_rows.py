@@ -1,0 +1,173 @@
+"""What `ktopt plan` shows of a plan, as a tree of rows: names that are treated alike share one, a holder of one module is named
+with it, and layers like earlier ones are told by these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ktopt.folded import Group, treatment
+from ktopt.plan import Step
+
+COMPARED = 8
+"""How many of the siblings that are shown whole another one is compared with."""
+FEW = 3
+"""A subtree of fewer rows is shown whole, whatever it is like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Modules in one row.
+
+    name      what follows the path of the row above: "layers.{0..29}", "{gate_proj,up_proj}"
+    step      one of them; where `holder`, its modules have no weights, rule or operator: they only hold others
+    nbytes    with all below
+    devices   where they are; of a holder, where all below is, if that is one place
+    rules     numbers of the rules that decide them
+    like      the sibling that all below is like, apart from devices, rules and the rows below: "{0..14}"; or ""
+    key       equal for rows that may be joined
+    """
+
+    name: str
+    count: int
+    step: Step
+    nbytes: int
+    holder: bool
+    devices: tuple[str, ...]
+    rules: tuple[int, ...]
+    key: Any
+    rows: tuple[Row, ...] = ()
+    like: str = ""
+
+    def walk(self) -> Iterator[Row]:
+        """Itself and all rows below, in the order in which they are shown."""
+        yield self
+        for row in self.rows:
+            yield from row.walk()
+
+
+def rows_of(group: Group, everything: bool = False) -> Row:
+    """The rows of a folded plan. With `everything` each holder has a row of its own."""
+    below = _joined(_siblings(group.children, everything))
+    step, holder = group.step, _is_holder(group) and bool(below)
+    if holder and len(below) == 1 and group.name and not everything:
+        return replace(below[0], name=f"{group.name}.{below[0].name}")
+    key = (treatment(step), holder, tuple((row.name, row.like, row.key) for row in below))
+    at, rules = _at(group), _rules(group)
+    if not holder:
+        at, rules = (step.generate_device, *step.replicas), () if step.rule is None else (step.rule,)
+    return Row(group.name, group.count, step, group.nbytes, holder, () if holder and len(at) > 1 else at, rules, key, tuple(below))
+
+
+def _is_holder(group: Group) -> bool:
+    return not group.own_nbytes and group.step.rule is None and group.step.operator == "default"
+
+
+def _at(group: Group) -> tuple[str, ...]:
+    """The devices of a group and of all below it."""
+    return tuple(dict.fromkeys(d for g in group.walk() if not _is_holder(g) for d in (g.step.generate_device, *g.step.replicas)))
+
+
+def _rules(group: Group) -> tuple[int, ...]:
+    return tuple(sorted({g.step.rule for g in group.walk() if g.step.rule is not None}))
+
+
+def _siblings(groups: Iterable[Group], everything: bool) -> list[Row]:
+    """A row for each group, in which numbered ones that are like an earlier one are told by it."""
+    rows: list[Row] = []
+    whole: list[Group] = []
+    for group in groups:
+        row = rows_of(group, everything)
+        if group.step.path.rpartition(".")[2].isdecimal():
+            found = _likest(group, whole) if sum(1 for _ in row.walk()) >= FEW else None
+            if found is None:
+                whole.append(group)
+            else:
+                row = _told(group, row, *found)
+        rows.append(row)
+    return rows
+
+
+def _likest(group: Group, others: Sequence[Group]) -> tuple[Group, list[Group]] | None:
+    """The group that it is most like, and what of it differs all the same: less than half."""
+    found = [(other, different) for other in others[:COMPARED] if (different := _different(other, group)) is not None]
+    best = min(found, key=lambda pair: len(pair[1]), default=None)
+    if best is None or 2 * len(best[1]) >= sum(not _is_holder(g) for g in group.walk()):
+        return None
+    return best
+
+
+def _told(group: Group, row: Row, like: Group, different: Sequence[Group]) -> Row:
+    """The row of a group by another one, with rows for what differs."""
+    rules = () if _rules(group) == _rules(like) else _rules(group)
+    below = _joined([replace(rows_of(g), name=g.pattern[len(group.pattern) + 1 :] or "(itself)", rows=()) for g in different])
+    return replace(row, holder=True, devices=_at(group), rules=rules, rows=tuple(below), like=like.name)
+
+
+def _different(like: Group, other: Group) -> list[Group] | None:
+    """The groups below `other` that are not treated as those below `like`, devices of the one standing for the other's; None where
+    they hold different modules."""
+    pairs = list(_pairs(like, other))
+    if (None, None) in pairs:
+        return None
+    moves: Counter[tuple[str, str]] = Counter()
+    for a, b in pairs:
+        if a is not None and b is not None and not _is_holder(a):
+            moves[a.step.generate_device, b.step.generate_device] += b.own_nbytes + 1
+    device = {before: after for (before, after), _ in reversed(moves.most_common())}
+    return [b for a, b in pairs if a is not None and b is not None and not (_is_holder(b) or _same(a.step, b.step, device))]
+
+
+def _pairs(a: Group, b: Group) -> Iterator[tuple[Group, Group] | tuple[None, None]]:
+    """Groups of one place in both; (None, None) where a module is in one alone."""
+    if [g.name for g in a.children] != [g.name for g in b.children] or _is_holder(a) != _is_holder(b):
+        yield None, None
+        return
+    yield a, b
+    for below_a, below_b in zip(a.children, b.children, strict=True):
+        yield from _pairs(below_a, below_b)
+
+
+def _same(a: Step, b: Step, device: dict[str, str]) -> bool:
+    at_a, rest_a = _parted(a)
+    at_b, rest_b = _parted(b)
+    return rest_a == rest_b and [device.get(d, d) for d in at_a] == at_b
+
+
+def _parted(step: Step) -> tuple[list[str], Any]:
+    """The devices that a step names, and all else that its treatment is. One rule is as good as another."""
+    named = {name: str(value) for name, value in step.kwargs.items() if name.endswith("device")}
+    plain = step._replace(
+        kwargs={name: value for name, value in step.kwargs.items() if name not in named},
+        generate_device="",
+        prefill_device="",
+        replicas=(),
+        rule=None if step.rule is None else 0,
+    )
+    return [step.generate_device, step.prefill_device, *step.replicas, *named.values()], (treatment(plain), tuple(named))
+
+
+def _joined(rows: Sequence[Row]) -> list[Row]:
+    """Rows that are alike but for the last part of their names as one: "mlp.{gate_proj,up_proj}"."""
+    alike: dict[Any, list[Row]] = {}
+    for row in rows:
+        before, _, last = row.name.rpartition(".")
+        single = last.endswith("}") or last.isdecimal()
+        alike.setdefault(row.name if single else (before, row.count, row.like, row.key), []).append(row)
+    return [_join(group) for group in alike.values()]
+
+
+def _join(rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    before, dot, _ = rows[0].name.rpartition(".")
+    names = ",".join(row.name.rpartition(".")[2] for row in rows)
+    return replace(_sum(rows), name=f"{before}{dot}{{{names}}}")
+
+
+def _sum(rows: Sequence[Row]) -> Row:
+    """One row for several with the same rows below."""
+    below = tuple(_sum(each) for each in zip(*(row.rows for row in rows), strict=True))
+    return replace(rows[0], count=sum(row.count for row in rows), nbytes=sum(row.nbytes for row in rows), rows=below)
