@@ -13,12 +13,15 @@ import ktopt
 from ktopt.cli.plan_rows import rows_of
 from ktopt.cli.plan_table import plan_table
 from ktopt.compiler import run_stages
+from ktopt.diagnostics import Report
 from ktopt.folded import Group, fold_plan
 from ktopt.parse import read_source
 from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
 from ktopt.plan_json import plan_from_json
 from ktopt.render.style import Style, width
-from ktopt.source import SourceFile
+from ktopt.selector import parse_selector
+from ktopt.source import FILE_START, Origin, SourceFile
+from ktopt.trees import load_tree
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "cases" / "upstream_rules"
 GOES = "quantised kernels are not in this version"
@@ -154,6 +157,19 @@ class TestFolding:
         assert "model.layers.{3..7}.mlp.experts.{0..31}.down_proj" in patterns(root)
         assert len(patterns(root)) < 60
 
+    def test_each_pattern_is_a_selector_of_exactly_its_modules(self) -> None:
+        made = real_plan(Path(__file__).parent / "golden" / "deepseek-v3-24gb.plan.json")
+        graph = load_tree("deepseek-v3")
+        groups = [group for group in fold_plan(made, everything=True).walk() if group.name]
+        assert len(groups) > 30
+        for group in groups:
+            selector = parse_selector(f"@{group.pattern}", Origin("here", FILE_START), {}, Report())
+            assert selector
+            taken = selector.evaluate(graph)
+            assert [m.path for m in graph.modules if taken >> m.index & 1] == sorted(
+                group.paths, key=lambda p: graph.by_path[p].index
+            )
+
 
 class TestTable:
     def test_it_is_a_tree_with_layers_and_siblings_in_one_row(self) -> None:
@@ -182,6 +198,10 @@ class TestTable:
         )
         assert re.search(r"AnOperatorOfALongName +Fast +cpu.*\n +>Slow\n +Q4_K", plan_table(made))
         assert re.search(r"AnOperatorOfALongName +cpu.*\n +Fast\n +>Slow\n +Q4_K", plan_table(made, 68))
+
+    def test_what_has_rows_below_it_keeps_siblings_apart(self) -> None:
+        table = plan_table(plan(step("first", nbytes=1), *layers(0, 1), step("last", nbytes=1), step("head", nbytes=1)))
+        assert [name for name in tree_of(table) if name[0] in "├└"] == ["├─ first", "├─ layers.{0..1}", "└─ {last,head}"]
 
     def test_modules_without_weights_and_rule_are_counted_not_shown(self) -> None:
         quiet = plan(step("model"), step("model.norm", nbytes=4), step("model.act"))
