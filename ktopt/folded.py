@@ -43,14 +43,14 @@ class Group:
             yield from child.walk()
 
 
-def fold_plan(plan: Plan, everything: bool = False) -> Group:
+def fold_plan(plan: Plan, everything: bool = False, *, unfold: bool = False) -> Group:
     """The plan's tree, from its root. Numbered siblings stand in one group where they and all below them are treated alike, whether
     their numbers follow each other or not.
 
     Without `everything`, modules that have no weights, no rule and nothing of that below them are left out, and what lies inside a
-    `recursive: false` module counts as that module's own.
+    `recursive: false` module counts as that module's own. With `unfold`, each module is a group by itself.
     """
-    tree = _Tree(plan, everything)
+    tree = _Tree(plan, everything, unfold)
     return tree.group((0,), "", "")
 
 
@@ -73,8 +73,8 @@ def treatment(step: Step) -> tuple[Any, ...]:
 class _Tree:
     """The modules of a plan by number, parents before children, and for each a key that is equal where whole subtrees are alike."""
 
-    def __init__(self, plan: Plan, everything: bool) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, everything: bool, unfold: bool) -> None:
+        self.plan, self.unfold = plan, unfold
         self.steps: list[Step] = []
         self.names: list[str] = []
         self.parents: list[int] = []
@@ -129,7 +129,8 @@ class _Tree:
         first = numbers[0]
         places: dict[Any, list[int]] = {}
         for place, child in enumerate(self.children[first]):
-            places.setdefault(self.keys[child] if _is_number(self.names[child]) else self.names[child], []).append(place)
+            numbered = _is_number(self.names[child]) and not self.unfold
+            places.setdefault(self.keys[child] if numbered else self.names[child], []).append(place)
         children = []
         for at in places.values():
             names = [self.names[self.children[first][place]] for place in at]

@@ -1,4 +1,5 @@
-"""Writes the files that are made from declarations: the operator catalogue, the JSON Schemas, docs/operators.md and docs/codes.md.
+"""Writes the files that are made from declarations: the operator catalogue, the JSON Schemas, docs/operators.md, docs/codes.md and
+docs/graph.svg.
 
 `python scripts/generate.py` writes them; with `--check` it writes nothing, names those that are stale and exits 1.
 """
@@ -18,9 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() not in (ROOT, ROOT / "scripts")]
 
 from ktopt.codes import render_codes  # noqa: E402
+from ktopt.compiler import run_stages  # noqa: E402
 from ktopt.operator import REGISTERED, Op, OperatorSpec, describe_type, field_types  # noqa: E402
 from ktopt.operators import DECLARATIONS  # noqa: E402
+from ktopt.picture.picture import picture_of  # noqa: E402
+from ktopt.picture.svg import to_svg  # noqa: E402
 from ktopt.schema import config_schema, operator_schema, plan_schema, ruleset_schema  # noqa: E402
+from ktopt.source import SourceFile  # noqa: E402
+
+DRAWN = ("deepseek-v3/24gb.yaml", "deepseek-v3", "1x24GB+2TB")
+"""Rule set, model and machine of the drawing in the documentation."""
 
 
 def catalogue() -> dict[str, str]:
@@ -112,6 +120,15 @@ def as_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
+def drawing() -> str:
+    """What `ktopt graph` draws of a shipped rule set, for the README and docs/graph.md."""
+    rules = SourceFile(DRAWN[0], (ROOT / "rules" / DRAWN[0]).read_text(encoding="utf-8"))
+    compilation = run_stages(rules, DRAWN[1], hardware=DRAWN[2])
+    assert compilation.plan is not None
+    steps = tuple(step._replace(runs={}) for step in compilation.plan.steps)  # what lacks a kernel here is drawn as it was asked for
+    return to_svg(picture_of(dataclasses.replace(compilation.plan, steps=steps), compilation.graph))
+
+
 def outputs() -> dict[str, str]:
     """Every generated file's path from the root, and its text."""
     names = catalogue()
@@ -123,6 +140,7 @@ def outputs() -> dict[str, str]:
         "schemas/operators.schema.json": as_json({spec.name: operator_schema(spec) for spec in operators()}),
         "docs/operators.md": operators_page(),
         "docs/codes.md": render_codes(),
+        "docs/graph.svg": drawing(),
     }
 
 

@@ -355,29 +355,36 @@ class TestOperators:
 
 class TestGraph:
     def test_dot_has_a_node_a_module_and_quotes_names(self, cli: Cli, rules: Path) -> None:
-        result = cli("graph", rules, *MODEL)
+        result = cli("graph", rules, *MODEL, "--unfold")
         assert result.out.startswith('digraph "smollm2-135m" {')
-        assert '"model.layers.3.mlp.up_proj" [label="up_proj\\nKTransformersLinear\\ncpu' in result.out
+        assert '"model.layers.3.mlp.up_proj" [label="up_proj\\nKTransformersLinear (KLinearTorch)\\ncpu' in result.out
         assert '"model.layers.3.mlp" -> "model.layers.3.mlp.up_proj";' in result.out
+        assert '"model.layers.{0..29}.mlp" -> "model.layers.{0..29}.mlp.up_proj";' in cli("graph", rules, *MODEL).out
 
     def test_transfers_are_edges_in_both_formats(self, cli: Cli, rules: Path) -> None:
-        rules.write_text(
-            RULES.replace("(gate|up|down)_proj$", "(gate|up|down)_proj$").replace(
-                'generate_device: "cpu"', 'generate_device: "cuda:0"', 1
-            )
-        )
-        drawn = json.loads(cli("graph", rules, *MODEL, "--format", "json").out)
+        rules.write_text(RULES.replace('generate_device: "cpu"', 'generate_device: "cuda:0"', 1))
+        drawn = json.loads(cli("graph", rules, *MODEL, "--format", "json", "--unfold").out)
         moves = [e for e in drawn["edges"] if e["kind"] == "transfer"]
         assert {(e["from"], e["to"]) for e in moves} >= {("cpu", "cuda:0"), ("cuda:0", "cpu")}
         nodes = {n["id"]: n for n in drawn["nodes"]}
         assert all(e["source"] in nodes and e["target"] in nodes for e in drawn["edges"])
         assert nodes["model.layers.0.mlp.up_proj"]["device"] == "cuda:0"
-        assert 'label="cpu to cuda:0"' in cli("graph", rules, *MODEL).out
+        assert 'label="cpu to cuda:0' in cli("graph", rules, *MODEL).out
 
-    def test_pictures_are_refused_with_the_way_to_draw_them(self, cli: Cli, rules: Path) -> None:
-        result = cli("graph", rules, *MODEL, "--format", "svg")
+    def test_the_name_of_the_file_tells_the_format(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
+        begins = {"a.svg": "<svg ", "a.dot": "digraph ", "a.html": "<!doctype html>", "a.graphml": "<graphml ", "a.json": "{"}
+        for name, text in begins.items():
+            assert cli("graph", rules, *MODEL, "-o", tmp_path / name).code == 0
+            assert (tmp_path / name).read_text(encoding="utf-8").startswith(text)
+        result = cli("graph", rules, *MODEL, "-o", tmp_path / "a.png")
         assert result.code == 2
-        assert "dot -Tsvg" in result.err
+        assert "Give --format dot, json, graphml, svg, html" in result.err
+        assert not (tmp_path / "a.png").exists()
+
+    def test_a_plan_file_is_drawn_as_its_rules_are(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
+        assert cli("plan", rules, *MODEL, "-o", tmp_path / "plan.json").code == 0
+        for kind in ("svg", "graphml", "json"):
+            assert cli("graph", tmp_path / "plan.json", "--format", kind).out == cli("graph", rules, *MODEL, "--format", kind).out
 
 
 class TestDoctor:

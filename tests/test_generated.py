@@ -22,6 +22,7 @@ GENERATED = (
     "schemas/operators.schema.json",
     "docs/operators.md",
     "docs/codes.md",
+    "docs/graph.svg",
 )
 
 

@@ -1,19 +1,15 @@
-"""The page as the server sends it: index.html with its style sheet and scripts put into it, and headers that allow these and
-nothing else. No other address is ever asked for, and no script that a model or a prompt could write would run.
+"""The page as the server sends it: one document, and headers that allow its own style sheet and scripts and nothing else. No other
+address is ever asked for, and no script that a model or a prompt could write would run.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from functools import cache
 from pathlib import Path
 
 from starlette.responses import Response
 
-_FOLDER = Path(__file__).parent
-_LINK = re.compile(r'<link rel="stylesheet" href="(\w+\.css)">|<script src="(\w+\.js)"></script>')
+from ktopt.web.document import put_together
 
 
 def page() -> Response:
@@ -25,19 +21,10 @@ def page() -> Response:
 @cache
 def document() -> tuple[bytes, dict[str, str]]:
     """The page's bytes, and its headers but for the type and the length."""
-    hashes: dict[str, list[str]] = {"style": [], "script": []}
-
-    def put_in(link: re.Match[str]) -> str:
-        kind, text = ("style", link[1]) if link[1] else ("script", link[2])
-        text = (_FOLDER / text).read_text(encoding="utf-8")
-        hashes[kind].append(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
-        return f"<{kind}>{text}</{kind}>"
-
-    html = _LINK.sub(put_in, (_FOLDER / "index.html").read_text(encoding="utf-8")).encode()
+    html, sources = put_together(Path(__file__).parent)
     policy = (
         "default-src 'none'",
-        f"script-src {' '.join(hashes['script'])}",
-        f"style-src {' '.join(hashes['style'])}",
+        sources,
         "img-src data:",
         "connect-src 'self'",
         "base-uri 'none'",
@@ -46,7 +33,7 @@ def document() -> tuple[bytes, dict[str, str]]:
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
-    return html, {
+    return html.encode(), {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",

@@ -65,19 +65,6 @@ function groupOf(same) {
   };
 }
 
-/** "{0..2,5}" for 0, 1, 2, 5. */
-function ranges(numbers) {
-  const sorted = [...new Set(numbers)].sort((a, b) => a - b);
-  const parts = [];
-  for (let from = 0; from < sorted.length; ) {
-    let to = from;
-    while (sorted[to + 1] === sorted[to] + 1) to += 1;
-    parts.push(from === to ? sorted[from] : `${sorted[from]}..${sorted[to]}`);
-    from = to + 1;
-  }
-  return parts.length === 1 && sorted.length === 1 ? String(parts[0]) : `{${parts.join()}}`;
-}
-
 /** Steps that differ in nothing but the numbers of their paths, each as a node; in the order of the first of each. */
 function alike(steps) {
   const groups = new Map();

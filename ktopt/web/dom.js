@@ -58,6 +58,19 @@ function duration(seconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
 
+/** "{0..2,5}" for 0, 1, 2, 5. */
+function ranges(numbers) {
+  const sorted = [...new Set(numbers)].sort((a, b) => a - b);
+  const parts = [];
+  for (let from = 0; from < sorted.length; ) {
+    let to = from;
+    while (sorted[to + 1] === sorted[to] + 1) to += 1;
+    parts.push(from === to ? sorted[from] : `${sorted[from]}..${sorted[to]}`);
+    from = to + 1;
+  }
+  return parts.length === 1 && sorted.length === 1 ? String(parts[0]) : `{${parts.join()}}`;
+}
+
 /** Put a text on the clipboard; browsers give pages without TLS only the older way. */
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
