@@ -71,7 +71,7 @@ def patterns(group: Group) -> list[str]:
 def tree_of(table: str) -> list[str]:
     """The names of a table's rows, with the lines before them."""
     rows = table.split("\n\n")[1].splitlines()[1:]
-    return [re.split(r"(?<=[^\s│|])\s{2,}", row)[0] for row in rows]
+    return [re.split(r"(?<=[^\s│|])\s{2,}", row)[0] for row in rows if re.match(r"\(|[│| ]*(├─|└─|\|-|`-) ", row)]
 
 
 class TestFolding:
@@ -231,6 +231,25 @@ class TestTable:
         assert tree_of(table)[-2:] == ["   └─ {1,3}", "      └─ mlp.down_proj"]
         assert "as {0,2}, but for" in table
         assert re.search(r"mlp\.down_proj +x2 +K +Q6_K +cpu +2\.0 kB", table)
+
+    def test_the_experts_of_some_layers_elsewhere_are_all_that_is_told_of_these(self) -> None:
+        def layer(i: int, device: str, experts: str) -> list[Step]:
+            names = ("q_proj", "k_proj", "v_proj", "norm", "gate")
+            return [
+                *(step(f"layers.{i}.{name}", device=device, nbytes=10) for name in names),
+                step(f"layers.{i}.experts", "Experts", experts, 100_000, 0),
+            ]
+
+        places = ["cuda:0 cuda:0", "cuda:0 cpu", "cuda:1 cuda:1", "cuda:1 cpu"]
+        table = plan_table(plan(*(s for i, place in enumerate(places) for s in layer(i, *place.split()))))
+        assert tree_of(table)[-4:] == ["   ├─ 1", "   │  └─ experts", "   ├─ 2", "   └─ 3"]
+        assert re.search(r"1 +as 0, but for +cuda:0 +100\.\d kB\n +│  │ +cpu\n +│  └─ experts +Experts +cpu", table)
+        assert re.search(r"2 +as 0 +cuda:1 .*\n.*3 +as 1 +cuda:1 .*\n +cpu\n", table)
+
+    def test_of_many_stretches_of_numbers_the_first_and_the_last_are_told(self) -> None:
+        steps = [s for i in range(30) for s in layers(i, device=f"cuda:{i % 2}")]
+        assert "{1,3,5,7,9,11,...,29} " in plan_table(plan(*steps))
+        assert "{1,3,5,7,9,11,13,15,17,19," in plan_table(plan(*steps), everything=True)
 
     def test_layers_that_are_hardly_alike_are_shown_whole(self) -> None:
         other = [s._replace(operator="Other") for s in layers(1)]

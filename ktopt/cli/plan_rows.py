@@ -11,8 +11,10 @@ from typing import Any
 from ktopt.folded import Group, treatment
 from ktopt.plan import Step
 
-COMPARED = 8
-"""How many of the siblings that are shown whole another one is compared with."""
+COMPARED = 16
+"""How many earlier siblings another one is compared with."""
+STRETCHES = 10
+"""So many stretches of numbers are told; of more the first ones, and the last."""
 FEW = 3
 """A subtree of fewer rows is shown whole, whatever it is like."""
 
@@ -52,13 +54,22 @@ def rows_of(group: Group, everything: bool = False) -> Row:
     """The rows of a folded plan. With `everything` each holder has a row of its own."""
     below = _joined(_siblings(group.children, everything))
     step, holder = group.step, _is_holder(group) and bool(below)
+    name = _name(group, everything)
     if holder and len(below) == 1 and group.name and not everything:
-        return replace(below[0], name=f"{group.name}.{below[0].name}")
+        return replace(below[0], name=f"{name}.{below[0].name}")
     key = (treatment(step), holder, tuple((row.name, row.like, row.key) for row in below))
     at, rules = _at(group), _rules(group)
     if not holder:
         at, rules = (step.generate_device, *step.replicas), () if step.rule is None else (step.rule,)
-    return Row(group.name, group.count, step, group.nbytes, holder, () if holder and len(at) > 1 else at, rules, key, tuple(below))
+    return Row(name, group.count, step, group.nbytes, holder, () if holder and len(at) > 1 else at, rules, key, tuple(below))
+
+
+def _name(group: Group, everything: bool) -> str:
+    """The group's name; of many stretches of numbers "{1,3,5,7,9,11,...,29}" unless everything is asked for."""
+    stretches = group.name.strip("{}").split(",")
+    if everything or len(stretches) <= STRETCHES:
+        return group.name
+    return f"{{{','.join(stretches[: STRETCHES - 4])},...,{stretches[-1]}}}"
 
 
 def _is_holder(group: Group) -> bool:
@@ -77,15 +88,14 @@ def _rules(group: Group) -> tuple[int, ...]:
 def _siblings(groups: Iterable[Group], everything: bool) -> list[Row]:
     """A row for each group, in which numbered ones that are like an earlier one are told by it."""
     rows: list[Row] = []
-    whole: list[Group] = []
+    before: list[Group] = []
     for group in groups:
         row = rows_of(group, everything)
         if group.step.path.rpartition(".")[2].isdecimal():
-            found = _likest(group, whole) if sum(1 for _ in row.walk()) >= FEW else None
-            if found is None:
-                whole.append(group)
-            else:
+            found = _likest(group, before) if sum(1 for _ in row.walk()) >= FEW else None
+            if found is not None:
                 row = _told(group, row, *found)
+            before.append(group)
         rows.append(row)
     return rows
 
@@ -103,7 +113,7 @@ def _told(group: Group, row: Row, like: Group, different: Sequence[Group]) -> Ro
     """The row of a group by another one, with rows for what differs."""
     rules = () if _rules(group) == _rules(like) else _rules(group)
     below = _joined([replace(rows_of(g), name=g.pattern[len(group.pattern) + 1 :] or "(itself)", rows=()) for g in different])
-    return replace(row, holder=True, devices=_at(group), rules=rules, rows=tuple(below), like=like.name)
+    return replace(row, holder=True, devices=_at(group), rules=rules, rows=tuple(below), like=_name(like, False))
 
 
 def _different(like: Group, other: Group) -> list[Group] | None:
@@ -115,7 +125,7 @@ def _different(like: Group, other: Group) -> list[Group] | None:
     moves: Counter[tuple[str, str]] = Counter()
     for a, b in pairs:
         if a is not None and b is not None and not _is_holder(a):
-            moves[a.step.generate_device, b.step.generate_device] += b.own_nbytes + 1
+            moves[a.step.generate_device, b.step.generate_device] += 1
     device = {before: after for (before, after), _ in reversed(moves.most_common())}
     return [b for a, b in pairs if a is not None and b is not None and not (_is_holder(b) or _same(a.step, b.step, device))]
 
