@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ktopt.config import Config
     from ktopt.placement import Hardware
 
-OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config", "mode", "context")
+OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config", "mode", "context", "storage")
 """Keyword arguments of check and compile."""
 
 
@@ -77,7 +77,7 @@ def model_given(model: Any) -> Any:
 
 
 def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """device, dtype, hardware, remap, chunk_size, config, mode and context as PlanOptions takes them, without what isn't given."""
+    """Those of OPTIONS but weights, as PlanOptions takes them, without what isn't given."""
     read: dict[str, Any] = {
         "device": _device,
         "dtype": _dtype,
@@ -87,8 +87,17 @@ def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
         "config": config_given,
         "mode": str,
         "context": lambda number: _count(number, "context"),
+        "storage": _storage,
     }
     return {name: read[name](value) for name, value in options.items() if value is not None}
+
+
+def _storage(kind: Any) -> str:
+    from ktopt.weights.usual import check_storage
+
+    if not isinstance(kind, str):
+        raise UsageError(f"storage is the name of a kind of file, such as Q4_K_M, not {_what(kind)}")
+    return check_storage(kind)
 
 
 def _count(number: Any, name: str = "chunk_size") -> int:

@@ -70,6 +70,7 @@ def run_stages(
     config: Any = None,
     mode: str | None = None,
     context: int | None = None,
+    storage: str | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -82,7 +83,7 @@ def run_stages(
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
     asked = {
         "device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config,
-        "mode": mode, "context": context,
+        "mode": mode, "context": context, "storage": storage,
     }  # fmt: skip
     given = options_given(asked)
     options = None
@@ -124,6 +125,11 @@ def _on_model(
         return Compilation(document, ruleset, graph, None, None, report)
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
     stored = _stored(ruleset, model, weights, graph, wants_plan)
+    if options.storage is not None:
+        from ktopt.weights.usual import usual_storage
+
+        options = options if stored is None else replace(options, storage=None)
+        stored = usual_storage(graph, options.storage) if options.storage is not None else stored
     storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
     if ruleset.auto is not None and options.hardware is not None and wants_plan:
         from ktopt.placing.place import place_automatically
@@ -160,7 +166,7 @@ def _stored(
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
     """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size,
-    config, mode, context, as run_stages'."""
+    config, mode, context, storage, as run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 

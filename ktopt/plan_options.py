@@ -32,6 +32,7 @@ class PlanOptions:
     config   a long-context config, whose sections join the rule file's
     mode     one of MODES
     context  tokens that `place: auto` makes room for; None leaves it to its own number
+    storage  one of MIXES in weights/usual.py: the kind of file that weights are taken to lie in where none are given
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
@@ -42,6 +43,7 @@ class PlanOptions:
     config: Config | None = None
     mode: str = "normal"
     context: int | None = None
+    storage: str | None = None
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -385,7 +385,10 @@ class _Planner:
                 made.append(f"{', '.join(name for name, _ in unsettled)} {ask} to settle them")
         if self.splits_prefill:
             made.append(PREFILL)
-        if self.stored is None and not self.graph.in_hand and any(ruling.keeps for ruling in self.rulings.values()):
+        keeps = any(ruling.keeps for ruling in self.rulings.values())
+        if self.options.storage is not None and keeps:
+            made.append(f"bytes of what ops keep as it is stored are those of a usual {self.options.storage} file (--storage)")
+        elif self.stored is None and not self.graph.in_hand and keeps:
             made.append(UNTOLD)
         return tuple(made)
 

@@ -125,7 +125,9 @@ def drawing() -> str:
     rules = SourceFile(DRAWN[0], (ROOT / "rules" / DRAWN[0]).read_text(encoding="utf-8"))
     compilation = run_stages(rules, DRAWN[1], hardware=DRAWN[2])
     assert compilation.plan is not None
-    steps = tuple(step._replace(runs={}) for step in compilation.plan.steps)  # what lacks a kernel here is drawn as it was asked for
+    steps = tuple(
+        step._replace(runs={}) for step in compilation.plan.steps
+    )  # what lacks a kernel here is drawn as it was asked for
     return to_svg(picture_of(dataclasses.replace(compilation.plan, steps=steps), compilation.graph))
 
 

@@ -10,18 +10,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from apply_fixtures import cut
-from gguf_fixtures import tiny_model
+from small_plans import cut_down
 
 import ktopt
-from ktopt import registry
 from ktopt.applying.dry_run import dry_run
 from ktopt.diagnostics import KtoptError
-from ktopt.operator import build_config
 from ktopt.plan import Plan
-from ktopt.transfers import derive_transfers
-from ktopt.trees import graph_from_module
 
 RULES = Path(__file__).resolve().parents[2] / "shared" / "cases" / "upstream_rules"
 MODELS = {
@@ -36,39 +31,13 @@ MODELS = {
 """By the beginning of a rule file's name: the shipped model, and the tiny one of its kind."""
 ONE_DEVICE = {"Internlm2_5-7b-Chat-1m.yaml"}
 FILES = sorted(path.relative_to(RULES).as_posix() for path in RULES.rglob("*.yaml") if path.name not in ONE_DEVICE)
-LAYER = re.compile(r"^model\.layers\.(\d+)")
 
 
 @cache
 def small_plan(file: str) -> Plan:
-    """The file's plan for the real model, its layers cut down to the first and one for each way that a layer is placed."""
+    """The file's plan for the real model, cut down."""
     name, kind, changes = next(found for start, found in MODELS.items() if Path(file).name.startswith(start))
-    plan = ktopt.compile(RULES / file, name)
-    layers = kept_layers(plan)
-    with torch.device("meta"):
-        model = tiny_model(kind, num_hidden_layers=len(layers), **changes)
-    graph = graph_from_module(model)
-    steps = []
-    for module in graph.modules:
-        step = plan.by_path[LAYER.sub(lambda found: f"model.layers.{layers[int(found[1])]}", module.path)]
-        inside = LAYER.sub(lambda found: f"model.layers.{layers.index(int(found[1]))}", step.inside)
-        owner = plan.by_path[step.inside] if step.inside else step
-        spec = registry.find(owner.operator)
-        config = build_config(spec, owner.kwargs)[0]
-        size = spec.footprint(module, config, step.dtype).weight_bytes if module.tensors else 0
-        steps.append(step._replace(path=module.path, inside=inside, weight_bytes=size))
-    ref = replace(plan.model, tree=graph.digest, config=model.config.to_dict(), config_digest="")
-    return replace(plan, model=ref, steps=tuple(steps), transfers=derive_transfers(graph, steps))
-
-
-def kept_layers(plan: Plan) -> list[int]:
-    placed: dict[int, list[str]] = {}
-    for step in plan.steps:
-        found = LAYER.match(step.path)
-        if found and not step.path.endswith("gate"):
-            placed.setdefault(int(found[1]), []).append(f"{step.path[found.end() :]} {step.generate_device}")
-    ways = {tuple(places): layer for layer, places in reversed(placed.items()) if layer > 3}
-    return sorted({0, *ways.values(), max(placed)})
+    return cut_down(ktopt.compile(RULES / file, name), kind, changes)
 
 
 @pytest.mark.skipif(not FILES, reason=f"{RULES} is not here")

@@ -1,50 +1,66 @@
-"""Rule sets that ship compile to the plans committed beside these tests, and check clean.
+"""Rule sets that ship compile to the plans committed beside these tests, check clean, and fit the machines that they are for.
 
-Versions are left out of the comparison. After a change that is meant, write them anew with KTOPT_UPDATE_GOLDEN=1.
+Versions are left out of the comparison. After a change that is meant, KTOPT_UPDATE_GOLDEN=1 writes the plans anew, and what the
+sets' comments, the README and docs/rule-sets.md say of memory.
 """
 
-import json
+from __future__ import annotations
+
 import os
 from pathlib import Path
 
 import pytest
+from shipped_sets import FOR, fitted, golden_text, needs_comment, readme_table, sets_table, tree, with_needs, with_table
 
 import ktopt
-from ktopt.plan_json import dump_lock
+from ktopt.choosing.sets import ShippedSet, shipped_rules, shipped_sets
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).parent / "golden"
-SHIPPED = {
-    "deepseek-v2-lite/24gb": "deepseek-v2-lite",
-    "deepseek-v3/24gb": "deepseek-v3",
-    "kimi-k2/24gb": "kimi-k2",
-    "moonlight/24gb": "moonlight-16b-a3b",
-    "smollm2/cpu": "smollm2-135m",
-    "smollm2/reference": "smollm2-135m",
-    "gemma3/cpu": "gemma-3-270m",
-    "qwen3-moe/cpu": "qwen3-30b-a3b",
-    "deepseek-v3/cpu": "moonlight-16b-a3b",
-}
+UPDATE = bool(os.environ.get("KTOPT_UPDATE_GOLDEN"))
 
 
-def test_every_shipped_rule_set_has_a_golden_plan() -> None:
-    shipped = {str(path.relative_to(ROOT / "rules").with_suffix("")) for path in (ROOT / "rules").rglob("*.yaml")}
-    assert shipped == set(SHIPPED)
+def same_as_file(path: Path, text: str) -> None:
+    """The file has this text, or is given it where golden files are to be updated."""
+    if UPDATE:
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_rule_set_compiles_to_its_golden_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    rules = f"rules/{name}.yaml"
-    plan = ktopt.compile(rules, SHIPPED[name])
-    golden = GOLDEN / f"{name.replace('/', '-')}.plan.json"
-    text = dump_lock(plan)
-    if os.environ.get("KTOPT_UPDATE_GOLDEN"):
-        golden.write_text(text, encoding="utf-8")
-    assert json.loads(text) == json.loads(golden.read_text(encoding="utf-8"))
+def test_every_name_of_a_set_has_a_golden_plan_and_no_plan_is_left_over() -> None:
+    assert {name for name in shipped_rules() if not name.startswith("deepseek-r1/")} == set(FOR)
+    assert {path.name for path in GOLDEN.iterdir()} == {golden_name(name) for name in FOR}
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_rule_set_checks_clean(name: str) -> None:
-    report = ktopt.check(ROOT / f"rules/{name}.yaml", SHIPPED[name])
-    assert [str(d) for d in report] == []
+def golden_name(name: str) -> str:
+    return f"{name.replace('/', '-')}.json"
+
+
+@pytest.mark.parametrize("name", FOR)
+def test_a_shipped_rule_set_compiles_to_its_golden_plan(name: str) -> None:
+    plan = fitted(name).plan
+    assert plan is not None
+    same_as_file(GOLDEN / golden_name(name), golden_text(plan))
+
+
+@pytest.mark.parametrize("name", FOR)
+def test_a_shipped_rule_set_checks_clean_and_fits_its_machine(name: str) -> None:
+    found = fitted(name)
+    hardware = found.shipped.machine
+    report = ktopt.check(found.shipped.path, tree(FOR[name]), hardware=hardware)
+    assert [str(d) for d in report if d.severity.value in ("warning", "error")] == []
+    assert found.reason == ""
+    assert found.longest >= min(16384, tree(FOR[name]).config["max_position_embeddings"])
+
+
+@pytest.mark.parametrize("shipped", shipped_sets(), ids=lambda each: each.name)
+def test_a_set_s_comment_says_what_it_takes(shipped: ShippedSet) -> None:
+    same_as_file(shipped.path, with_needs(shipped.text(), needs_comment(shipped)))
+
+
+@pytest.mark.parametrize(("page", "table"), [("README.md", readme_table), ("docs/rule-sets.md", sets_table)])
+def test_a_page_s_table_says_what_sets_take(page: str, table: object) -> None:
+    made = table()  # type: ignore[operator]
+    path = ROOT / page
+    assert made.split("\n", 1)[0] in path.read_text(encoding="utf-8")
+    same_as_file(path, with_table(path.read_text(encoding="utf-8"), made))

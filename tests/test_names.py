@@ -22,6 +22,7 @@ from ktopt.weights.gguf import open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.gguf_source import GGUFSource
 from ktopt.weights.open import ModuleTensors, check_complete, open_weights
+from ktopt.weights.recipes import Part, Recipe, alternated
 from ktopt.weights.rope_config import _llama3_factors
 
 MOE_TOOL = Path(__file__).parents[2] / "shared" / "tools" / "make_moe_gguf.py"
@@ -296,3 +297,23 @@ def test_a_model_on_meta_says_that_it_has_no_data() -> None:
         model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama"))
     with pytest.raises(WeightError, match=r"LlamaForCausalLM in memory>: model\.norm\.weight has no data"):
         ModuleTensors(model).read("model.norm.weight", torch.float32)
+
+
+def test_a_projection_whose_parts_take_turns_is_handed_out_in_the_order_of_its_rows(tmp_path):
+    model = tiny_model("qwen3_next")
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    source = open_weights(make_gguf(tmp_path / "m.gguf", model, "Q8_0"))
+    wanted = dict(model.named_parameters())[name]
+    ((kind, shape, raw),) = source.raw(name)
+    assert shape == tuple(wanted.shape)
+    assert torch.equal(dequantize(raw, kind).view(shape), wanted)
+    source.close()
+
+
+def test_parts_of_different_types_take_turns_in_pieces():
+    recipe = Recipe((6, 2), (2, 3, 2), (Part("a", (slice(None), slice(0, 2))), Part("b", (slice(None), slice(2, None)))))
+    first, second = np.arange(8, dtype=np.float32).reshape(4, 2), 100 + np.arange(4, dtype=np.float32).reshape(2, 2)
+    made = alternated(recipe, [("F32", (4, 2), first), ("F16", (2, 2), second)])
+    assert [(kind, shape) for kind, shape, _ in made] == [("F32", (2, 2)), ("F16", (1, 2))] * 2
+    assert np.concatenate([raw for _, _, raw in made])[:, 0].tolist() == [0, 2, 100, 4, 6, 102]
+    assert recipe.alternates

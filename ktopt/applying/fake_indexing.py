@@ -1,4 +1,4 @@
-"""Indexing fake CUDA tensors in a torch that was built without CUDA.
+"""Indexing and convolving fake CUDA tensors in a torch that was built without CUDA.
 
 Python's `tensor[...]`, and a few methods more, ask for a guard of the tensor's device before they dispatch; a CPU torch has
 none for CUDA, whatever FakeTensorMode says. The operations behind them need none, so this mode calls those directly.
@@ -41,10 +41,29 @@ class IndexWithoutGuard(TorchFunctionMode):
             return get_item(*args)
         if func is torch.Tensor.__setitem__:
             return set_item(*args)
+        if func is torch.conv1d:
+            return depthwise(*args, **(kwargs or {}))
         if func in CONVERSIONS:
             return args[0].to(CONVERSIONS[func])
         func = UNGUARDED.get(func, func)
         return func(*args, **(kwargs or {}))
+
+
+def depthwise(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> torch.Tensor:
+    """conv1d of each channel by itself, as linear attention has it: input (B, C, L), weight (C, 1, K). Fake convolutions ask for a
+    device that isn't there."""
+    (pad,) = padding if isinstance(padding, tuple) else (padding,)
+    windows_BCLK = torch.nn.functional.pad(input, (pad, pad)).unfold(2, weight.shape[-1], 1)
+    made = (windows_BCLK * weight.squeeze(1).unsqueeze(0).unsqueeze(2)).sum(-1)
+    return made if bias is None else made + bias.unsqueeze(1)
 
 
 def get_item(tensor: torch.Tensor, key: Any) -> torch.Tensor:

@@ -70,6 +70,11 @@ COMMANDS = {
         "ktopt bench rules/smollm2/cpu.yaml --weights smollm2.gguf -p 512,4096 -n 64 -d 0,4096 -t 2",
     ),
     "inspect": Command("inspect", "show a model's module tree", "ktopt inspect deepseek-v3"),
+    "rules": Command(
+        "rules",
+        "list the rule sets that ship, and say which suit a model and this machine",
+        "ktopt rules --model qwen3-30b-a3b --hardware 1x24GB+64GB",
+    ),
     "operators": Command("operators", "list the operators, or show one", "ktopt operators KTransformersLinear"),
     "graph": Command("graph", "draw a plan: modules, devices and transfers", f"ktopt graph {_SMALL} --format dot"),
     "doctor": Command("doctor", "say what this machine has that ktopt can use", "ktopt doctor"),

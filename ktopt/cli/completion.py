@@ -74,7 +74,7 @@ def _argument(command: str, action: argparse.Action) -> Argument:
         return Argument(names, help)
     words = tuple(map(str, action.choices)) if action.choices else _known(command, action.dest)
     value = str(action.metavar or action.dest).upper()
-    only_words = bool(action.choices) or (words and action.dest in ("codes", "name", "select", "ignore", "remap"))
+    only_words = bool(action.choices) or (words and action.dest in ("codes", "name", "select", "ignore", "remap", "show"))
     repeats = isinstance(action, argparse._AppendAction) or action.nargs in ("+", "*")
     return Argument(names, help, value, words, not only_words and action.type is None, repeats)
 
@@ -89,6 +89,10 @@ def _known(command: str, dest: str) -> tuple[str, ...]:
         from ktopt.hardware import PRESETS
 
         return ("here", *PRESETS)
+    if dest in ("rules", "show"):
+        from ktopt.choosing.sets import shipped_rules
+
+        return tuple(shipped_rules())
     if dest in ("codes", "select", "ignore"):
         from ktopt.codes import CLASSES, CODES
 

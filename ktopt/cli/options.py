@@ -67,6 +67,15 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--affinity", metavar="CORES", help="cores that they may run on, such as 0-3,6 (default: any)")
 
 
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """--storage, for plans that are made before there are weights."""
+    parser.add_argument(
+        "--storage",
+        metavar="KIND",
+        help="count weights as a usual GGUF file of this kind has them (Q4_K_M, Q5_K_M, Q6_K, Q8_0) where no --weights are given",
+    )
+
+
 def add_force(parser: argparse.ArgumentParser) -> None:
     """--force of commands that only read a plan."""
     parser.add_argument("--force", action="store_true", help="take a plan.json although other versions made it")
@@ -117,8 +126,12 @@ def rules_argument(text: str, stdin_name: str | None = None) -> str | SourceFile
         return replace(source, path=stdin_name) if stdin_name else source
     if Path(text).exists():
         return text
-    name = text.replace("\\", "/").removeprefix("rules/").removesuffix(".yaml")
-    return str(shipped_rules().get(name, text))
+    from ktopt.choosing.sets import named, names_beside
+
+    found, beside = named(text), names_beside(text)
+    if found is None and beside:
+        raise UsageError(f"{text}: no such file, and no rule set that ships is called so; there are {', '.join(beside)}")
+    return str(found) if found is not None else text
 
 
 def rule_files(name: str) -> list[str]:
@@ -130,14 +143,6 @@ def rule_files(name: str) -> list[str]:
     if not found:
         raise UsageError(f"{name}: no .yaml files in this folder")
     return found
-
-
-def shipped_rules() -> dict[str, Path]:
-    """Rule sets that come with ktopt, by name: "smollm2/cpu" -> its file."""
-    from importlib.resources import files
-
-    root = Path(str(files("ktopt.rules")))
-    return {path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.glob("*/*.yaml"))}
 
 
 def model_argument(args: argparse.Namespace, *, required: bool = True) -> str | None:
@@ -186,6 +191,7 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
         "chunk_size": args.chunk_size,
         "config": getattr(args, "config", None),
         "mode": getattr(args, "mode", None),
+        "storage": getattr(args, "storage", None),
     }
 
 

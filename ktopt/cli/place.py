@@ -9,7 +9,7 @@ from typing import Any
 
 from ktopt.authoring.placing import with_places
 from ktopt.cli.findings import print_report
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rules_argument, write_text
+from ktopt.cli.options import add_model, add_storage, add_target, compile_options, model_argument, rules_argument, write_text
 from ktopt.cli.table import Column, layout
 from ktopt.cli.terminal import size, style_of
 from ktopt.compiler import run_stages
@@ -24,6 +24,7 @@ from ktopt.source import SourceFile
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", metavar="RULES", help="a native rule file, - for standard input, or a shipped set")
     add_model(parser)
+    add_storage(parser)
     add_target(parser)
     parser.add_argument(
         "--context", type=int, metavar="N", help=f"tokens of context that there is to be room for (default: {DEFAULT_CONTEXT})"
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if ruleset.form == "list":
         raise KtoptError(f"{source.path} is a list of rules, which has no `place:`; ktopt migrate turns it into the native form")
-    stored = _stored(model, args.weights, graph)
+    stored = _stored(model, args.weights, graph, args.storage)
     given = {name: value for name, value in options.items() if value}
     placing = place(ruleset, graph, hardware, PlanOptions(**given), stored, args.context)
     text = with_places(compilation.document, placing.lines)
@@ -60,10 +61,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stored(model: Any, weights: Any, graph: Any) -> Any:
+def _stored(model: Any, weights: Any, graph: Any, usual: str | None) -> Any:
     from ktopt.weights.storage import stored_for
+    from ktopt.weights.usual import check_storage, usual_storage
 
-    return stored_for(model, weights, graph)
+    found = stored_for(model, weights, graph)
+    return usual_storage(graph, check_storage(usual)) if found is None and usual else found
 
 
 def _check(source: SourceFile, graph: Any, options: Mapping[str, Any]) -> None:

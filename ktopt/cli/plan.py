@@ -10,6 +10,7 @@ from ktopt.cli.options import (
     add_force,
     add_mode,
     add_model,
+    add_storage,
     add_target,
     model_argument,
     rules_argument,
@@ -34,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "needs none",
     )
     add_model(parser)
+    add_storage(parser)
     add_target(parser)
     add_force(parser)
     add_mode(parser)
@@ -49,6 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.rules is not None and args.rules.endswith(".json"):
         return _show_file(args)
+    if args.lock and args.storage:
+        raise UsageError("--lock writes what ktopt check --locked makes again, which knows no --storage: give --weights to both")
     rules = rules_argument(args.rules) if args.rules is not None else _rules_of_the_mode(args)
     compilation = run_stages(rules, model_argument(args), **stage_options(args))
     plan = compilation.plan

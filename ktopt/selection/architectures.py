@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ktopt.diagnostics import Report
 from ktopt.graph import ModuleGraph
@@ -19,12 +20,9 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def check_architectures(matches: Matches, report: Report) -> None:
     """KT311. A model whose architecture isn't known, such as a bare nn.Module, is not judged."""
     ruleset, graph = matches.ruleset, matches.graph
-    if not ruleset.architectures or not graph.architectures:
+    if is_for(ruleset.architectures, graph):
         return
     names = {name.lower(): name for name in names_of(graph)}
-    known = known_as(graph)
-    if any(_plain(said) in known and names.get(said.lower(), said) == said for said in ruleset.architectures):
-        return
     own = ", ".join(graph.architectures)
     message = f"the file is for {', '.join(ruleset.architectures)}, and {graph.name or 'this model'} is a {own}"
     origin = ruleset.architectures_origin or Origin(ruleset.path, FILE_START)
@@ -32,6 +30,14 @@ def check_architectures(matches: Matches, report: Report) -> None:
     near = next(filter(None, (*by_case, *(nearest(said, graph.architectures) for said in ruleset.architectures))), "")
     help = f"did you mean {near}?" if near else f"add {graph.architectures[0]}, if the rules are meant for it too"
     report.error("KT311", message, origin, help=help)
+
+
+def is_for(architectures: Sequence[str], graph: ModuleGraph) -> bool:
+    """Whether a file of these `architectures` is for the model. Without any it is for all, as all are for a model without."""
+    if not architectures or not graph.architectures:
+        return True
+    names, known = {name.lower(): name for name in names_of(graph)}, known_as(graph)
+    return any(_plain(said) in known and names.get(said.lower(), said) == said for said in architectures)
 
 
 def names_of(graph: ModuleGraph) -> list[str]:

@@ -12,7 +12,7 @@ from ktopt.weights.gguf import GGUFFile, open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.names import GGUFNames, check_model_type
 from ktopt.weights.pages import drop_pages
-from ktopt.weights.recipes import RecipeBook, assemble, gathered
+from ktopt.weights.recipes import RecipeBook, alternated, assemble, gathered
 from ktopt.weights.source import StoredTensor, WeightError
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ class GGUFSource:
         recipe = self._recipes.needed(name)
         if not recipe.as_stored:
             raise WeightError(f"{self.path}: {name} can't be handed out as stored: the file has it transposed or shifted, use read")
-        return [
+        parts = [
             (kind, shape, gathered(part, raw, kind, shape))
             for part in recipe.parts
             for raw, kind, shape in [self._fetch(part.stored)]
         ]
+        return alternated(recipe, parts) if recipe.alternates else parts
 
     def pieces(self, name: str) -> list[tuple[str, tuple[int, ...], bool, numpy.ndarray[Any, Any]]]:
         """What the parameter is made of, as (type, shape, whether its last two dimensions stand the other way round, mapped bytes):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     Bytes = np.ndarray[Any, Any]
+    Stored = tuple[str, tuple[int, ...], Bytes]
 
 Rows = Callable[[], "np.ndarray[Any, Any]"]
 
@@ -79,6 +80,11 @@ class Recipe:
         """Whether the parts, rows reordered, are the parameter's own rows: no transposition, no arithmetic."""
         return not self.after and not any(part.transposed or part.scale for part in self.parts)
 
+    @property
+    def alternates(self) -> bool:
+        """Whether a matrix has rows of each part in turn, group by group, rather than one part below the other."""
+        return len(self.parts) > 1 and len(self.shape) == 2 and len(self.view) == 3
+
 
 def single(stored: str, shape: tuple[int, ...], **rest: Any) -> Recipe:
     """The parameter is one stored tensor."""
@@ -93,6 +99,20 @@ def gathered(part: Part, raw: Bytes, kind: str, shape: tuple[int, ...]) -> Bytes
     if len(shape) == 1:
         return raw.reshape(shape[0], -1)[order].reshape(-1)
     return raw.reshape(-1, raw.shape[-1])[order].reshape(raw.shape)
+
+
+def alternated(recipe: Recipe, parts: list[Stored]) -> list[Stored]:
+    """The stored parts of a matrix that `alternates`, as (type, shape, bytes), cut up in the order of its rows: parts of one type
+    joined to one, others as many as there are turns."""
+    import numpy as np
+
+    groups = recipe.view[0]
+    cut = [(kind, (shape[0] // groups, shape[1]), raw.reshape(groups, shape[0] // groups, -1)) for kind, shape, raw in parts]
+    kinds = {kind for kind, _, _ in cut}
+    if len(kinds) == 1:
+        whole = np.concatenate([raw for _, _, raw in cut], axis=1)
+        return [(kinds.pop(), recipe.shape, whole.reshape(recipe.shape[0], -1))]
+    return [(kind, shape, raw[group]) for group in range(groups) for kind, shape, raw in cut]
 
 
 def assemble(
