@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from builders import deepseek_like
+from shipped_sets import FOR, fitted
 
 import ktopt
 from ktopt.cli.plan_rows import rows_of
@@ -17,7 +17,6 @@ from ktopt.diagnostics import Report
 from ktopt.folded import Group, fold_plan
 from ktopt.parse import read_source
 from ktopt.plan import ModelRef, Plan, RuleRef, Step, Transfer
-from ktopt.plan_json import plan_from_json
 from ktopt.render.style import Style, width
 from ktopt.selector import parse_selector
 from ktopt.source import FILE_START, Origin, SourceFile
@@ -158,7 +157,7 @@ class TestFolding:
         assert len(patterns(root)) < 60
 
     def test_each_pattern_is_a_selector_of_exactly_its_modules(self) -> None:
-        made = real_plan(Path(__file__).parent / "golden" / "deepseek-v3-24gb.plan.json")
+        made = real_plan("deepseek-v3/24gb")
         graph = load_tree("deepseek-v3")
         groups = [group for group in fold_plan(made, everything=True).walk() if group.name]
         assert len(groups) > 30
@@ -299,22 +298,23 @@ MODELS = {
     "Qwen3": "qwen3-30b-a3b",
 }
 """By the beginning of a rule file's name."""
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.plan.json"))
 UPSTREAM = sorted(path for path in CASES.rglob("*.yaml") if not path.name.startswith("Internlm"))
 """Without the one whose errors leave no plan."""
 
 
-def real_plan(path: Path) -> Plan:
-    if path.suffix == ".json":
-        return plan_from_json(json.loads(path.read_text(encoding="utf-8")))
-    made = run_stages(read_source(path), next(name for start, name in MODELS.items() if path.name.startswith(start))).plan
+def real_plan(rules: Path | str) -> Plan:
+    """Of one of KTransformers' files, or of a set that ships."""
+    if isinstance(rules, str):
+        made = fitted(rules).plan
+    else:
+        made = run_stages(read_source(rules), next(name for start, name in MODELS.items() if rules.name.startswith(start))).plan
     assert made is not None
     return made
 
 
-@pytest.mark.parametrize("path", [*GOLDEN, *UPSTREAM], ids=lambda path: path.name)
-def test_real_plans_fit_a_hundred_columns_and_their_sizes_add_up(path: Path) -> None:
-    made = real_plan(path)
+@pytest.mark.parametrize("rules", [*FOR, *UPSTREAM], ids=lambda rules: getattr(rules, "name", rules))
+def test_real_plans_fit_a_hundred_columns_and_their_sizes_add_up(rules: Path | str) -> None:
+    made = real_plan(rules)
     lines = plan_table(made).splitlines()[1:]
     assert max(map(width, lines)) <= 100
     assert len(lines) < 120
