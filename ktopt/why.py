@@ -9,15 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ktopt.diagnostics import UsageError
+from ktopt.diagnostics import Report, UsageError
+from ktopt.folded import treatment
+from ktopt.folding import fold_names
 from ktopt.graph import Module, ModuleGraph
 from ktopt.operator import nearest, yaml_text
 from ktopt.pattern import compile_pattern
 from ktopt.ruleset import NameClass, Rule, RuleSet
+from ktopt.selector import parse_selector
 from ktopt.selector.expression import AllOf, Equal, Expression, Minus, Order, Ref, Unequal
 from ktopt.selector.expression import Matches as Regex
 from ktopt.selector.fields import about_storage
-from ktopt.source import Origin
+from ktopt.source import FILE_START, Origin
 from ktopt.treeindex import is_a
 
 if TYPE_CHECKING:
@@ -59,7 +62,9 @@ class KwargSource:
 class Explanation:
     """All that decided one module.
 
-    asked       the path that was asked for; `path` is the module's own
+    asked       the path that was asked for, or a pattern of several; `path` is the module's own
+    of          how many modules the pattern names, of which this is the first; 1 for a path
+    otherwise   paths of those that the plan treats otherwise
     cls         the module's dotted class
     rule        the rule that won, None where none did
     alias       the older path by which the rule took it, or ""
@@ -81,14 +86,17 @@ class Explanation:
     clauses: tuple[Clause, ...]
     lost: tuple[Lost, ...]
     notes: tuple[str, ...]
+    of: int = 1
+    otherwise: tuple[str, ...] = ()
 
     def render(self) -> str:
         return "\n".join(_lines(self)) + "\n"
 
 
 def explain_module(path: str, ruleset: RuleSet, graph: ModuleGraph, matches: Matches, plan: Plan) -> Explanation:
-    """Explain the module of `path`, or the one that has it as an older path. UsageError, with the nearest path, for none."""
-    module = find_module(path, graph)
+    """Explain the module of `path`, or the one that has it as an older path; of a pattern such as "layers.{3..60}.mlp" the first.
+    UsageError, with the nearest path, for none."""
+    module, *others = find_modules(path, graph)
     decision = matches.decisions[module.index]
     step = plan.steps[module.index]
     rule = ruleset.rules[decision.rule] if decision.rule is not None else None
@@ -109,14 +117,22 @@ def explain_module(path: str, ruleset: RuleSet, graph: ModuleGraph, matches: Mat
         clauses=tuple(_clauses(rule)) if rule else (),
         lost=tuple(_lost(module, decision, ruleset, graph, matches)),
         notes=step.notes,
+        of=1 + len(others),
+        otherwise=tuple(m.path for m in others if treatment(plan.steps[m.index]) != treatment(step)),
     )
 
 
-def find_module(path: str, graph: ModuleGraph) -> Module:
-    """The module of that path or older path. UsageError otherwise, with the nearest path."""
+def find_modules(path: str, graph: ModuleGraph) -> list[Module]:
+    """The module of that path or older path, or those of a pattern, as in selectors and in `ktopt plan`. UsageError with the nearest
+    path where there are none."""
     found = graph.find(path)
     if found is not None:
-        return found
+        return [found]
+    if "{" in path or "*" in path:
+        selector = parse_selector(f"@{path}", Origin("MODULE", FILE_START), {}, Report())
+        taken = selector.evaluate(graph) if selector else 0
+        if taken:
+            return [module for module in graph.modules if taken >> module.index & 1]
     known = [*graph.by_path, *graph.by_alias]
     if not path.startswith("model.") and f"model.{path}" in graph.by_path:
         near = f"model.{path}"
@@ -248,8 +264,11 @@ def _classes(module: Module) -> str:
 def _lines(e: Explanation) -> Iterator[str]:
     home = e.rule.origin.file if e.rule else e.lost[0].origin.file if e.lost else ""
     yield f"{e.path or '(the model)'}  {e.cls}"
-    if e.asked != e.path:
-        yield f"  asked for by its older path {e.asked}"
+    if e.of > 1:
+        rest = f"{len(e.otherwise)} are treated otherwise: {', '.join(fold_names(e.otherwise))}" if e.otherwise else "all alike"
+        yield f"  the first of {e.of} modules of {e.asked}, {rest}"
+    elif e.asked != e.path:
+        yield f"  asked for {'as' if '{' in e.asked or '*' in e.asked else 'by its older path'} {e.asked}"
     if e.rule is not None:
         by = f", by its older path {e.alias}" if e.alias else ""
         yield f"  {_label(e.rule.number, e.rule.id)} at {e.rule.origin} decides{by}"

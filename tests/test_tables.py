@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktopt.cli.table import Branch, Column, layout, wrap_path
+from ktopt.cli.table import Branch, Column, layout, tree_branches, wrap_path
 from ktopt.cli.terminal import size
 from ktopt.folding import fold_names, fold_paths, number_ranges
 
@@ -103,3 +103,19 @@ def test_a_range_is_not_broken_between_its_dots() -> None:
         assert not any(
             line.endswith("0.") or line.strip().startswith(".") for line in wrap_path("model.layers.{0..29,31}.mlp", wide)
         )
+
+
+def test_branches_follow_from_how_deep_rows_stand() -> None:
+    depths = [0, 1, 2, 3, 2, 1, 0, 1]
+    names = [branch.first + str(depth) for branch, depth in zip(tree_branches(depths), depths, strict=True)]
+    assert names == ["0", "├─ 1", "│  ├─ 2", "│  │  └─ 3", "│  └─ 2", "└─ 1", "0", "└─ 1"]
+    assert [branch.others for branch in tree_branches(depths)] == [
+        "│  ",
+        "│  │  ",
+        "│  │  │  ",
+        "│  │     ",
+        "│     ",
+        "   ",
+        "│  ",
+        "   ",
+    ]

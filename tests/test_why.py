@@ -13,7 +13,7 @@ from ktopt.match import match
 from ktopt.plan_options import PlanOptions
 from ktopt.planning import make_plan
 from ktopt.selector import parse_selector
-from ktopt.why import Explanation, Lost, explain_module, find_module
+from ktopt.why import Explanation, Lost, explain_module, find_modules
 
 LINEAR = spec("KLinear", "linear")
 ROTARY = spec("KRotary", "rotary")
@@ -165,9 +165,23 @@ def test_the_text_stands_in_columns_and_names_lines() -> None:
 )
 def test_an_unknown_module_names_the_nearest(asked: str, near: str) -> None:
     with pytest.raises(UsageError, match=f"did you mean {near}"):
-        find_module(asked, GRAPH)
+        find_modules(asked, GRAPH)
 
 
 def test_nothing_near_points_to_the_tree() -> None:
     with pytest.raises(UsageError, match="ktopt inspect deepseek-like"):
-        find_module("zzz", GRAPH)
+        find_modules("zzz", GRAPH)
+
+
+def test_of_a_pattern_the_first_module_is_told_and_which_are_treated_otherwise() -> None:
+    found = why("model.layers.{1..4}.self_attn.q_a_proj")
+    assert (found.path, found.of, found.otherwise) == ("model.layers.1.self_attn.q_a_proj", 4, ())
+    assert "the first of 4 modules of model.layers.{1..4}.self_attn.q_a_proj, all alike" in found.render()
+    mixed = why("model.layers.{1..4}.self_attn.{q_a_proj,kv_b_proj}")
+    assert mixed.otherwise == tuple(f"model.layers.{i}.self_attn.kv_b_proj" for i in range(1, 5))
+    assert "4 are treated otherwise: model.layers.{1..4}.self_attn.kv_b_proj" in mixed.render()
+
+
+def test_a_pattern_of_no_module_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="no module"):
+        find_modules("model.layers.{90..91}.mlp", GRAPH)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ktopt.cli.options import add_model
-from ktopt.cli.table import Column, layout
+from ktopt.cli.table import Column, layout, tree_branches
 from ktopt.cli.terminal import columns, style_of
 from ktopt.diagnostics import UsageError
 from ktopt.folding import fold_paths
@@ -86,16 +86,18 @@ def _folded(graph: ModuleGraph) -> str:
     rows = _nested(_rows(graph))
     cells = [
         [
-            "  " * depth + (label or "(the model)"),
+            label or "(the model)",
             f"x{len(row.paths):,}" if len(row.paths) > 1 else "",
             row.module.cls.simple_name,
             _shapes(row.module),
             _count(graph, row),
         ]
-        for depth, label, row in rows
+        for _, label, row in rows
     ]
+    style = style_of(sys.stdout)
+    branches = tree_branches([depth for depth, _, _ in rows], style)
     aliases = [line for _, _, row in rows for line in _aliases(graph, row)]
-    parts = [_head(graph), layout(COLUMNS, cells, columns(sys.stdout), style_of(sys.stdout), least=28)]
+    parts = [_head(graph), layout(COLUMNS, cells, columns(sys.stdout), style, least=28, branches=branches)]
     if aliases:
         parts.append("rules may also name\n" + "\n".join(aliases))
     return "\n\n".join(parts)

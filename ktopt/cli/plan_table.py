@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import NamedTuple
 
 from ktopt.cli.plan_rows import Row, rows_of
-from ktopt.cli.table import LEAST, Branch, Column, layout, room, wrap_path
+from ktopt.cli.table import LEAST, Column, layout, room, tree_branches, wrap_path
 from ktopt.cli.terminal import size
 from ktopt.folded import fold_plan
 from ktopt.folding import fold_paths
@@ -50,7 +50,7 @@ def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything
 
 def _tree(plan: Plan, root: Row, limit: int, style: Style) -> str:
     """The rows in the widest form that leaves names their room."""
-    branches = list(_branches(root, style.lines))
+    branches = tree_branches(list(_depths(root)), style)
     names = [row.name or "(the model)" for row in root.walk()]
     need = max(width(b.first) + width(printable(name)) for b, name in zip(branches, names, strict=True))
     least = max(LEAST, max(width(b.first) for b in branches) + NAME_WIDTH)
@@ -74,19 +74,11 @@ def _columns(form: Form) -> tuple[Column, ...]:
     )
 
 
-def _branches(root: Row, lines: bool) -> Iterator[Branch]:
-    """What stands before each row of the tree, in the order of Row.walk."""
-    down, more, last = ("│  ", "├─ ", "└─ ") if lines else ("|  ", "|- ", "`- ")
-
-    def below(row: Row, before: str) -> Iterator[Branch]:
-        for number, each in enumerate(row.rows, 1):
-            at_end = number == len(row.rows)
-            inner = before + ("   " if at_end else down)
-            yield Branch(before + (last if at_end else more), inner + (down if each.rows else ""))
-            yield from below(each, inner)
-
-    yield Branch("", down if root.rows else "")
-    yield from below(root, "")
+def _depths(row: Row, depth: int = 0) -> Iterator[int]:
+    """How deep each row of the tree stands, in the order of Row.walk."""
+    yield depth
+    for below in row.rows:
+        yield from _depths(below, depth + 1)
 
 
 def _cells(plan: Plan, row: Row, form: Form) -> list[str]:

@@ -60,6 +60,23 @@ def layout(
     return "\n".join(lines)
 
 
+def tree_branches(depths: Sequence[int], style: Style = PLAIN) -> list[Branch]:
+    """The branches of rows by how deep they stand, parents first; those of depth 0 have no lines before them."""
+    down, more, last = ("│  ", "├─ ", "└─ ") if style.lines else ("|  ", "|- ", "`- ")
+    goes_on: list[bool] = []
+    branches = []
+    for i in range(len(depths) - 1, -1, -1):
+        depth = depths[i]
+        follows = goes_on[depth : depth + 1] == [True]
+        goes_on = [*goes_on[:depth], *[False] * (depth - len(goes_on)), True]
+        before = "".join(down if on else "   " for on in goes_on[1:depth])
+        own = "" if depth == 0 else more if follows else last
+        has_below = i + 1 < len(depths) and depths[i + 1] > depth
+        inner = "" if depth == 0 else before + (down if follows else "   ")
+        branches.append(Branch(before + own, inner + (down if has_below else "")))
+    return branches[::-1]
+
+
 def room(columns: Sequence[Column], rows: Sequence[Sequence[str]], limit: int) -> int:
     """What the other columns leave of `limit` to the first one; it may be less than nothing."""
     fixed = _fixed(columns, rows)

@@ -14,7 +14,9 @@ from ktopt.why import Explanation, explain_module
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("module", metavar="MODULE", help="a module's path, today's or KTransformers'")
+    parser.add_argument(
+        "module", metavar="MODULE", help="a module's path, today's or KTransformers', or a pattern of several: the first is told"
+    )
     parser.add_argument("rules", metavar="RULES", help="the rule file that is asked about; MODULE alone is not enough")
     add_model(parser)
     add_target(parser)
@@ -51,4 +53,6 @@ def to_json(e: Explanation) -> dict[str, object]:
         "kwargs": [{"name": k.name, "value": k.value, "source": k.source} for k in e.kwargs],
         "lost": [{"number": x.number, "id": x.id, "at": str(x.origin), "clause": x.clause, "reason": x.reason} for x in e.lost],
         "notes": list(e.notes),
+        "of": e.of,
+        "otherwise": list(e.otherwise),
     }
