@@ -91,11 +91,13 @@ def edges(picture: Picture) -> Iterator[dict[str, Any]]:
 
 def _scalars(values: dict[str, Any], *ends: str) -> dict[str, Any]:
     """The values as GraphML has them: text, numbers, true or false."""
-    return {
-        key: _text(value) if isinstance(value, str) else ", ".join(value) if isinstance(value, list) else value
-        for key, value in values.items()
-        if key not in ends and value not in (None, [])
-    }
+    return {key: _scalar(value) for key, value in values.items() if key not in ends and value not in (None, [], {})}
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {item}" for key, item in value.items())
+    return ", ".join(value) if isinstance(value, list) else _text(value) if isinstance(value, str) else value
 
 
 def _text(text: str) -> str:
