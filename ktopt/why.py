@@ -123,8 +123,8 @@ def explain_module(path: str, ruleset: RuleSet, graph: ModuleGraph, matches: Mat
 
 
 def find_modules(path: str, graph: ModuleGraph) -> list[Module]:
-    """The module of that path or older path, or those of a pattern, as in selectors and in `ktopt plan`. UsageError with the nearest
-    path where there are none."""
+    """The module of that path or older path, or those of a pattern, as selectors and `ktopt plan` have them. UsageError with the
+    nearest path where there are none."""
     found = graph.find(path)
     if found is not None:
         return [found]
