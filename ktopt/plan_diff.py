@@ -54,15 +54,17 @@ class Change:
         """The paths as few patterns: "model.layers.{0..29}.mlp.{gate_proj,up_proj}"."""
         return fold_names(self.paths)
 
+    @property
+    def move(self) -> Field | None:
+        """The two devices as one, where both change alike."""
+        moves = {Field("device", f.before, f.after) for f in self.fields if f.name in DEVICES}
+        return moves.pop() if len(moves) == 1 and sum(f.name in DEVICES for f in self.fields) == 2 else None
+
     def words(self) -> list[str]:
-        """Each field in words. The two devices are one where both change alike."""
-        device, prefill = (next((f for f in self.fields if f.name == name), None) for name in DEVICES)
-        both = device is not None and prefill is not None and (device.before, device.after) == (prefill.before, prefill.after)
-        return [
-            str(Field("device", each.before, each.after) if both and each is device else each)
-            for each in self.fields
-            if not (both and each is prefill)
-        ]
+        """Each field in words, a move as one."""
+        move = self.move
+        told = [move if move and f.name in DEVICES else f for f in self.fields]
+        return list(dict.fromkeys(map(str, told)))
 
     def __str__(self) -> str:
         return f"{', '.join(self.modules)}: {', '.join(self.words())}"

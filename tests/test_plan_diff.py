@@ -157,6 +157,25 @@ class TestChanges:
         b = plan(step("a", prefill_device="cpu"))
         assert words(diff_plans(plan(step("a")), b)) == ["a: prefill_device cuda:0 -> cpu"]
 
+    def test_many_moves_that_are_otherwise_alike_are_told_as_one(self) -> None:
+        spread = plan(*(s._replace(generate_device=f"cuda:{i}", prefill_device=f"cuda:{i}") for i, s in enumerate(layers("x", 4))))
+        one, cpu = plan(*layers("x", 4)), {"generate_device": "cpu", "prefill_device": "cpu"}
+        assert told(one, spread)[-1] == "  ~ layers.{1..3}.x x3: device cuda:0 -> cuda:1 x1, cuda:2 x1, cuda:3 x1; 300 B"
+        assert told(spread, plan(*layers("x", 4, **cpu, weight_bytes=50)))[-1] == (
+            "  ~ layers.{0..3}.x x4: device cuda:0 x1, cuda:1 x1, cuda:2 x1, cuda:3 x1 -> cpu; 400 B -> 200 B"
+        )
+        turned = plan(
+            *(s._replace(generate_device=f"cuda:{3 - i}", prefill_device=f"cuda:{3 - i}") for i, s in enumerate(layers("x", 4)))
+        )
+        assert "device cuda:0 -> cuda:3 x1, cuda:1 -> cuda:2 x1, " in " ".join(" ".join(told(spread, turned)[-2:]).split())
+        assert len(diff_plans(one, spread).changes) == 3
+
+    def test_a_count_stays_with_what_it_counts(self) -> None:
+        spread = plan(*(s._replace(generate_device=f"cuda:{i}", prefill_device=f"cuda:{i}") for i, s in enumerate(layers("x", 40))))
+        lines = told(plan(*layers("x", 40)), spread)
+        assert not any(line.strip().startswith("x") for line in lines)
+        assert max(map(width, lines)) <= 100
+
     def test_bytes_are_those_of_all_modules_of_the_entry(self) -> None:
         a, b = plan(*layers("x")), plan(*layers("x", weight_bytes=50, replicas=("cuda:1",)))
         (change,) = diff_plans(a, b).changes

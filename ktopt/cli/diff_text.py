@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from textwrap import wrap
+from typing import Any
 
 from ktopt.cli.table import Column, layout, wrap_path
 from ktopt.folding import fold_names
 from ktopt.plan import Plan, RuleRef
-from ktopt.plan_diff import AUTOMATIC, Change, PlanDiff, RuleChanges
+from ktopt.plan_diff import AUTOMATIC, DEVICES, Change, Field, PlanDiff, RuleChanges
 from ktopt.render.style import PLAIN, Style, plural, printable, size, width
 
+MANY = 3
+"""So many changes to or from different devices, and otherwise alike, are told as one."""
+_COUNT = re.compile(r" (?=x\d|[kMGT]?B\b)")
 COLOURS = {"-": "red", "+": "green", "~": "yellow", "=": "dim"}
 
 
@@ -24,7 +29,7 @@ def diff_text(difference: PlanDiff, a: Plan, b: Plan, limit: int = 100, style: S
         return f"the plans do not differ{more}\n"
     parts = [_head(difference, a, b, limit, style)]
     short = _short_names({rule.file for plan in (a, b) for rule in plan.rules})
-    parts += [_section(_title(rule, short), map(_entry, rule.changes), limit, style) for rule in difference.rules]
+    parts += [_section(_title(rule, short), _entries(rule.changes), limit, style) for rule in difference.rules]
     for sign, plan, paths in (("-", a, difference.only_a), ("+", b, difference.only_b)):
         which = ("the first plan", "the second")[sign == "+"] if a.rule_file == b.rule_file else printable(plan.rule_file)
         parts.append(_section(f"only in {which}", (f"{sign} {line}" for line in _tops(paths)), limit, style))
@@ -80,8 +85,39 @@ def _named(rule: RuleRef) -> str:
     return rule.id if AUTOMATIC.fullmatch(rule.id) else f"rule {rule.id}"
 
 
-def _entry(change: Change) -> str:
-    """ "~ modules x58: device cuda:0 -> cpu; 1.3 TB"."""
+def _entries(changes: Iterable[Change]) -> Iterator[str]:
+    """Changes in words; those that differ in where modules move from or to alone are one where they are many."""
+    alike: dict[Any, list[Change]] = {}
+    for change in changes:
+        move = change.move
+        rest = [(f.name, f.name != "weight_bytes" and repr(f)) for f in change.fields if f.name not in DEVICES]
+        alike.setdefault(tuple(rest) if move else id(change), []).append(change)
+    for group in alike.values():
+        if len(group) < MANY:
+            yield from map(_entry, group)
+        else:
+            yield _entry(*_together(group))
+
+
+def _together(changes: Sequence[Change]) -> tuple[Change, str]:
+    """Many moves as one change, and the moves in words: "device cuda:0 -> cuda:1 x7, cuda:2 x7"."""
+    moves = [(each.move.before, each.move.after, len(each.paths)) for each in changes if each.move]
+    sources, targets = ({move[side] for move in moves} for side in (0, 1))
+    if len(sources) == 1:
+        told = f"{moves[0][0]} -> {', '.join(f'{after} x{count:,}' for _, after, count in moves)}"
+    elif len(targets) == 1:
+        told = f"{', '.join(f'{before} x{count:,}' for before, _, count in moves)} -> {moves[0][1]}"
+    else:
+        told = ", ".join(f"{before} -> {after} x{count:,}" for before, after, count in moves)
+    sizes = [f for each in changes for f in each.fields if f.name == "weight_bytes"]
+    together = (Field("weight_bytes", sum(f.before for f in sizes), sum(f.after for f in sizes)),) if sizes else ()
+    fields = (*(f for f in changes[0].fields if f.name != "weight_bytes"), *together)
+    paths = tuple(path for each in changes for path in each.paths)
+    return Change(paths, fields, sum(each.nbytes for each in changes)), f"device {told}"
+
+
+def _entry(change: Change, move: str = "") -> str:
+    """ "~ modules x58: device cuda:0 -> cpu; 1.3 TB". `move` is said in place of the change's own."""
     groups, count = change.modules, len(change.paths)
     told = f" x{count:,}" if count > len(groups) == 1 else f" ({count:,} in all)" if len(groups) > 1 else ""
     names = f"{', '.join(groups)}{told}"
@@ -89,6 +125,7 @@ def _entry(change: Change) -> str:
         return f"= {names}: as before"
     sizes = next((f for f in change.fields if f.name == "weight_bytes"), None)
     words = replace(change, fields=tuple(f for f in change.fields if f is not sizes)).words()
+    words = [move if move and word == str(change.move) else word for word in words]
     if sizes is not None:
         words.append(f"{size(sizes.before)} -> {size(sizes.after)}")
     elif change.nbytes:
@@ -124,7 +161,9 @@ def _wrapped(line: str, limit: int, style: Style) -> list[str]:
 
 
 def _filled(text: str, limit: int, indent: int) -> list[str]:
-    """Indented lines; what is too long for one is broken as a path is."""
+    """Indented lines; what is too long for one is broken as a path is, and a count or a unit stays with its word."""
     before, room = " " * indent, limit - indent - 2
     words = (piece for word in text.split(" ") for piece in wrap_path(word, room, 0))
-    return wrap(" ".join(words), limit, initial_indent=before, subsequent_indent=before + "  ", break_on_hyphens=False)
+    joined = _COUNT.sub("\N{NO-BREAK SPACE}", " ".join(words))
+    lines = wrap(joined, limit, initial_indent=before, subsequent_indent=before + "  ", break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]

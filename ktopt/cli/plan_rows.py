@@ -13,7 +13,7 @@ from ktopt.plan import Step
 
 COMPARED = 16
 """How many earlier siblings another one is compared with."""
-STRETCHES = 10
+STRETCHES = 8
 """So many stretches of numbers are told; of more the first ones, and the last."""
 FEW = 3
 """A subtree of fewer rows is shown whole, whatever it is like."""
@@ -65,7 +65,7 @@ def rows_of(group: Group, everything: bool = False) -> Row:
 
 
 def _name(group: Group, everything: bool) -> str:
-    """The group's name; of many stretches of numbers "{1,3,5,7,9,11,...,29}" unless everything is asked for."""
+    """The group's name; of many stretches of numbers "{1,3,5,7,...,29}" unless everything is asked for."""
     stretches = group.name.strip("{}").split(",")
     if everything or len(stretches) <= STRETCHES:
         return group.name

@@ -19,21 +19,22 @@ from ktopt.render.style import PLAIN, Style, plural, printable, width
 
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MAX_TRANSFERS = 12
-OPERATOR_WIDTH = 24
-RULE_WIDTH = 18
 NAME_WIDTH = 16
 """A name's room beside the lines of the tree, at least."""
 
 
 class Form(NamedTuple):
-    """How a row is laid out: with the op beside its operator or below it, and with rules' ids or only their lines."""
+    """How a row is laid out: with the op beside its operator or below it, with rules' ids or only their lines, and how many columns
+    operators and rules may take before they are broken."""
 
     op_beside: bool
     ids: bool
+    operator: int
+    rule: int
 
 
-FORMS = (Form(True, True), Form(False, True), Form(False, False))
-"""From the widest to the narrowest."""
+FORMS = (Form(True, True, 24, 18), Form(False, True, 24, 18), Form(False, True, 21, 14), Form(False, False, 21, 14))
+"""From the widest to the narrowest. The first two are for names that aren't broken in them."""
 
 
 def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything: bool = False) -> str:
@@ -57,7 +58,7 @@ def _tree(plan: Plan, root: Row, limit: int, style: Style) -> str:
     for form in FORMS:
         columns = _columns(form)
         cells = [[name, *_cells(plan, row, form)] for name, row in zip(names, root.walk(), strict=True)]
-        if room(columns, cells, limit) >= (max(need, least) if form.op_beside else least):
+        if room(columns, cells, limit) >= (max(need, least) if form in FORMS[:2] else least):
             break
     return layout(columns, cells, limit, style, least=least, branches=branches)
 
@@ -85,7 +86,7 @@ def _cells(plan: Plan, row: Row, form: Form) -> list[str]:
     """All cells of a row but the first."""
     step = row.step
     told = f"as {row.like}" + (", but for" if row.rows else "") if row.like else "" if row.holder else step.operator
-    what, ops = wrap_path(told, OPERATOR_WIDTH), [] if row.holder else _ops(step)
+    what, ops = wrap_path(told, form.operator), [] if row.holder else _ops(step)
     return [
         f"x{row.count:,}" if row.count > 1 else "",
         "\n".join(what if form.op_beside else [*what, *(f"  {op}" for op in ops)]),
@@ -109,14 +110,14 @@ def _rule(plan: Plan, row: Row, form: Form) -> str:
     rules = [plan.rules[number] for number in row.rules]
     if row.like:
         lines = ", ".join(str(rule.line) for rule in rules)
-        return "\n".join(wrap(f"lines {lines}" if form.ids and rules else lines, RULE_WIDTH))
+        return "\n".join(wrap(f"line{'s' * (len(rules) > 1)} {lines}" if form.ids and rules else lines, form.rule))
     if row.holder or not rules:
         return "" if row.holder else "-"
     (rule,) = rules
     if not form.ids:
         return str(rule.line)
-    other = wrap_path(f"of {PurePath(rule.file).name}", RULE_WIDTH) if rule.file != plan.rule_file else []
-    return "\n".join([*wrap(f"{rule.id}:{rule.line}", RULE_WIDTH), *other])
+    other = wrap_path(f"of {PurePath(rule.file).name}", form.rule) if rule.file != plan.rule_file else []
+    return "\n".join([*wrap(f"{rule.id}:{rule.line}", form.rule), *other])
 
 
 def _header(plan: Plan, style: Style) -> str:
