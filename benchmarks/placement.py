@@ -8,6 +8,9 @@ M layers in main memory; the embedding is there in any case. accelerate's is wha
 these parts, with the memory of `device_map="auto"` (get_balanced_memory) and with all memory, whichever is better. It knows no
 caches, so each part is given to it with its cache, and what passes is taken off the memory of each card: otherwise most of its maps
 wouldn't fit.
+
+The last column is `ktopt place --popularity` by a profile that is made up: of a layer's experts the n-th most chosen is chosen 1/n
+as often as the first. Real ones differ, from model to model and from text to text.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,7 @@ from ktopt.placing.problem import CPU, Assignment, Problem, fits, time_us
 from ktopt.placing.solve import solve
 from ktopt.placing.units import make_case
 from ktopt.plan_options import PlanOptions
+from ktopt.popularity import Popularity, experts_in, layers_of
 from ktopt.source import SourceFile
 from ktopt.trees import load_tree
 from ktopt.validate import validate
@@ -37,6 +42,11 @@ rules:
   - {match: "@model.layers.*.mlp.experts", replace: KTransformersExperts}
 """
 PLAIN = "version: 1\nrules: []\n"
+EXPERTS = """\
+version: 1
+rules:
+  - {match: "@model.layers.*.{mlp,block_sparse_moe}.experts", replace: KTransformersExperts}
+"""
 CASES = (
     ("qwen3-30b-a3b", "1x3060-12GB+64GB", PLAIN),
     ("qwen3-30b-a3b", "1x3090+64GB", PLAIN),
@@ -64,21 +74,48 @@ class Row:
     ktopt: float | None
     llama_cpp: float | None
     accelerate: float | None
+    popular: float | None
 
 
-def problem_of(model: str, machine: str, rules: str) -> Problem:
+def problem_of(model: str, machine: str, rules: str, popularity: Popularity | None = None) -> Problem:
     hardware = load_hardware(machine)
     ruleset = validate(parse(SourceFile("rules.yaml", rules), report := Report()), report)
     assert ruleset is not None
     options = PlanOptions(hardware=hardware)
-    return make_case(ruleset, load_tree(model), hardware, options, None, CONTEXT).problem
+    return make_case(ruleset, load_tree(model), hardware, options, None, CONTEXT, popularity).problem
+
+
+def made_up(model: str) -> Popularity | None:
+    """A profile in which experts are chosen by Zipf's law, each layer's in another order; None for a model without experts."""
+    graph, layers = load_tree(model), {}
+    for number, module in enumerate(layers_of(graph)):
+        count = experts_in(module)
+        order = random.Random(number).sample(range(count), count)
+        layers[module.path] = tuple(round(1e9 / (1 + rank)) for rank in order)
+    return Popularity(model, graph.model_type, graph.digest, 0, layers) if layers else None
 
 
 def compare(model: str, machine: str, rules: str) -> Row:
     problem = problem_of(model, machine, rules)
     solution = solve(problem)
     ours = None if solution is None else time_us(problem, solution.assignment) / 1e3
-    return Row(model, machine, ours, best(problem, llama_cpp(problem)), best(problem, accelerate(problem)))
+    return Row(
+        model,
+        machine,
+        ours,
+        best(problem, llama_cpp(problem)),
+        best(problem, accelerate(problem)),
+        by_popularity(model, machine, rules),
+    )
+
+
+def by_popularity(model: str, machine: str, rules: str) -> float | None:
+    """The same with hot experts; None for a model without experts."""
+    if (profile := made_up(model)) is None:
+        return None
+    problem = problem_of(model, machine, EXPERTS if rules == PLAIN else rules, profile)
+    solution = solve(problem)
+    return None if solution is None else time_us(problem, solution.assignment) / 1e3
 
 
 def best(problem: Problem, assignments: Iterator[Assignment]) -> float | None:
@@ -148,9 +185,9 @@ def _stand_in(problem: Problem):  # type: ignore[no-untyped-def]
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| model | machine | ktopt place | llama.cpp's rules | accelerate's |", "|---|---|---|---|---|"]
+    lines = ["| model | machine | ktopt place | llama.cpp's rules | accelerate's | hot experts |", "|---|---|---|---|---|---|"]
     for row in rows:
-        times = ["-" if each is None else f"{each:,.1f}" for each in (row.ktopt, row.llama_cpp, row.accelerate)]
+        times = ["-" if each is None else f"{each:,.1f}" for each in (row.ktopt, row.llama_cpp, row.accelerate, row.popular)]
         lines.append(f"| {row.model} | {row.machine} | {' | '.join(times)} |")
     return "\n".join(lines)
 

@@ -17,8 +17,22 @@ from ktopt.source import SourceFile
 if TYPE_CHECKING:
     from ktopt.config import Config
     from ktopt.placement import Hardware
+    from ktopt.popularity import Popularity
 
-OPTIONS = ("weights", "device", "dtype", "hardware", "remap", "chunk_size", "config", "mode", "context", "storage")
+OPTIONS = (
+    "weights",
+    "device",
+    "dtype",
+    "hardware",
+    "remap",
+    "chunk_size",
+    "config",
+    "mode",
+    "context",
+    "storage",
+    "popularity",
+    "room",
+)
 """Keyword arguments of check and compile."""
 
 
@@ -88,6 +102,8 @@ def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
         "mode": str,
         "context": lambda number: _count(number, "context"),
         "storage": _storage,
+        "popularity": _popularity,
+        "room": lambda number: _count(number, "room"),
     }
     return {name: read[name](value) for name, value in options.items() if value is not None}
 
@@ -104,6 +120,18 @@ def _count(number: Any, name: str = "chunk_size") -> int:
     if isinstance(number, int) and not isinstance(number, bool):
         return number
     raise UsageError(f"{name} is a number of tokens, not {_what(number)}")
+
+
+def _popularity(given: Any) -> Popularity:
+    """A profile of experts, or the path of one."""
+    from ktopt.popularity import Popularity, load_popularity
+
+    if isinstance(given, Popularity):
+        return given
+    path = _path(given)
+    if not path:
+        raise UsageError(f"popularity is the path of a profile of experts, or a ktopt.popularity.Popularity, not {_what(given)}")
+    return load_popularity(path)
 
 
 def config_given(config: Any) -> Config:

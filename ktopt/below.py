@@ -1,4 +1,4 @@
-"""Operators that run what stands below them, such as a whole decoder layer: whether they can, over what a plan makes of that."""
+"""Operators that run what stands below them, such as a whole decoder layer: whether they can or do, over what is planned."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def check_below(ruleset: RuleSet, graph: ModuleGraph, matches: Matches, steps: S
             rule.replace.origin,
             help="narrow the match, or change what the rules make of the modules below",
         )
+
+
+def noted_below(ruleset: RuleSet, graph: ModuleGraph, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The rows, with a note at each module that its operator leaves as it is over what stands below it."""
+    asking = {index: rule.replace.operator.leaves for index, rule in enumerate(ruleset.rules) if rule.replace.operator.leaves}
+    if not asking:
+        return steps
+    made = list(steps)
+    for module, step in zip(graph.modules, steps, strict=True):
+        leaves = None if step.rule is None else asking.get(step.rule)
+        if leaves is not None and (reason := leaves(steps[module.index + 1 : module.end])):
+            made[module.index] = step._replace(notes=(*step.notes, f"left as it is: {reason}"))
+    return tuple(made)

@@ -71,6 +71,8 @@ def run_stages(
     mode: str | None = None,
     context: int | None = None,
     storage: str | None = None,
+    popularity: Any = None,
+    room: int | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -83,7 +85,7 @@ def run_stages(
     rules, model, weights = rules_given(rules), model_given(model), weights_given(weights)
     asked = {
         "device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config,
-        "mode": mode, "context": context, "storage": storage,
+        "mode": mode, "context": context, "storage": storage, "popularity": popularity, "room": room,
     }  # fmt: skip
     given = options_given(asked)
     options = None
@@ -123,6 +125,10 @@ def _on_model(
     graph = model if isinstance(model, ModuleGraph) else load_tree(model)
     if ruleset is None or report.stops_plan:
         return Compilation(document, ruleset, graph, None, None, report)
+    if options.popularity is not None and ruleset.auto is None:
+        raise UsageError(
+            "popularity is for files that leave places to ktopt (`place: auto`); ktopt place --popularity writes it into others"
+        )
     ruleset = replace(ruleset, default_device=options.default_device(ruleset))
     stored = _stored(ruleset, model, weights, graph, wants_plan)
     if options.storage is not None:
@@ -131,10 +137,11 @@ def _on_model(
         options = options if stored is None else replace(options, storage=None)
         stored = usual_storage(graph, options.storage) if options.storage is not None else stored
     storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
+    made_room = ""
     if ruleset.auto is not None and options.hardware is not None and wants_plan:
         from ktopt.placing.place import place_automatically
 
-        ruleset = place_automatically(ruleset, graph, options.hardware, options, stored, report)
+        ruleset, made_room = place_automatically(ruleset, graph, options.hardware, options, stored, report)
     matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
     if weights is not None:
@@ -146,7 +153,8 @@ def _on_model(
     plan = make_plan(ruleset, graph, matches, options, report, stored)
     if options.mode == LONG_CONTEXT:
         plan = attend_by_blocks(plan, graph)
-    plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)))
+    notes = (*plan.notes, made_room) if made_room else plan.notes
+    plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)), notes=notes)
     return Compilation(document, ruleset, graph, matches, plan, report)
 
 
@@ -166,7 +174,7 @@ def _stored(
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
     """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size,
-    config, mode, context, storage, as run_stages'."""
+    config, mode, context, storage, popularity, room, as run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 

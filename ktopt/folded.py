@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,15 @@ def treatment(step: Step) -> tuple[Any, ...]:
         step.dtype,
         step.replicas,
         step.stored,
-        repr(step.kwargs) if step.kwargs else "",
+        repr(_kwargs(step)) if step.kwargs else "",
         tuple((asked, op) for asked, (op, _) in step.runs.items()) if step.runs else (),
         step.path.count(".", len(step.inside)) if step.inside else 0,
     )
+
+
+def _kwargs(step: Step) -> Mapping[str, Any]:
+    """Which experts are hot differs from layer to layer, and is told as that some are."""
+    return {**step.kwargs, "hot_experts": True} if step.kwargs.get("hot_experts") else step.kwargs
 
 
 class _Tree:

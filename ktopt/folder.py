@@ -156,7 +156,7 @@ def _write(
 
 def on_the_host(plan: Plan) -> Plan:
     """The plan with every weight on the CPU: what a folder is written by, for a machine whose devices torch may not know here."""
-    return replace(plan, steps=tuple(step._replace(generate_device="cpu", replicas=()) for step in plan.steps))
+    return replace(plan, steps=tuple(step._replace(generate_device="cpu", replicas=(), elsewhere={}) for step in plan.steps))
 
 
 def _to_copy(needs: Iterable[Need], source: Any) -> dict[str, str]:

@@ -144,6 +144,7 @@ class OperatorSpec:
     refuses          why it can't take this module under this config, or None
     refuses_below    why it can't take this module of a model of this config over what a plan makes of those below it (their rows),
                      or None
+    leaves           why it leaves a module as it is over what a plan makes of those below it, or ""
     says             what a plan has to say of this config: values that have no effect in this version ("" for nothing)
     """
 
@@ -165,6 +166,7 @@ class OperatorSpec:
     blocks: bool = False
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
     refuses_below: Callable[[Module, Step, Sequence[Step], Mapping[str, Any]], str | None] | None = None
+    leaves: Callable[[Sequence[Step]], str] | None = None
     says: Callable[[OperatorConfig], str] = lambda c: "; ".join(without_effect(c))
 
     def fits(self, module: Module) -> bool:

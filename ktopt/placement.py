@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 DEVICE_KINDS = ("cpu", "cuda", "npu", "xpu", "mps")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,12 +37,16 @@ def device_kind(device: str) -> str:
 class Footprint:
     """Bytes that a module takes where it is placed.
 
-    weight_bytes     its weights at rest, on the generate device
+    weight_bytes     its weights at rest
     transient_bytes  the most that it holds while it runs, beyond inputs and outputs
+    elsewhere        of weight_bytes, what lives on other devices than the generate device, by device
+    here             the part of its matrices that the generate op holds; the rest is another op's
     """
 
     weight_bytes: int = 0
     transient_bytes: int = 0
+    elsewhere: Mapping[str, int] = field(default_factory=dict, hash=False)
+    here: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)

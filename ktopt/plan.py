@@ -34,6 +34,7 @@ class Step(NamedTuple):
     notes               what the plan has to say of this module
     stored              storage types that its matrices stay in, where its op computes on them as the weight file has them; () where
                         they are held in `dtype`, or where no weights were given to tell
+    elsewhere           of weight_bytes, what lives on other devices, by device (hot experts)
     """
 
     path: str
@@ -52,6 +53,17 @@ class Step(NamedTuple):
     runs: Mapping[str, tuple[str, str]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
+    elsewhere: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of its own tensors on each device that it is on, copies included."""
+        if not self.elsewhere and not self.replicas:
+            return {self.generate_device: self.weight_bytes}
+        held = {self.generate_device: self.weight_bytes - sum(self.elsewhere.values())}
+        for device, count in (*self.elsewhere.items(), *((replica, self.weight_bytes) for replica in self.replicas)):
+            held[device] = held.get(device, 0) + count
+        return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +153,9 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle, which can't write read-only mappings: with plain ones."""
-        steps = tuple(step._replace(kwargs=dict(step.kwargs), runs=dict(step.runs)) for step in self.steps)
+        steps = tuple(
+            step._replace(kwargs=dict(step.kwargs), runs=dict(step.runs), elsewhere=dict(step.elsewhere)) for step in self.steps
+        )
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: dict(values[name]) for name in ("remap", "long_context", "kvc2")} | {"steps": steps}
         return type(self), tuple(values.values())
@@ -164,7 +178,7 @@ class Plan:
         for step in self.steps:
             if not step.weight_bytes and step.operator == "default":
                 continue
-            for device in (step.generate_device, *step.replicas):
+            for device in step.held_bytes:
                 seen.setdefault(device)
         return tuple(seen)
 

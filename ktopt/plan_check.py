@@ -19,7 +19,7 @@ from ktopt.diagnostics import KtoptError
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.kept import is_matrix, kept_types, possible_bytes
 from ktopt.operator import OperatorConfig, OperatorSpec, build_config, op_on, yaml_text
-from ktopt.placement import DTYPES, device_kind
+from ktopt.placement import DTYPES, Footprint, device_kind
 from ktopt.plan import Plan, Step, digest_of
 from ktopt.plan_json import PlanFileError, load_plan
 from ktopt.versions import installed
@@ -143,7 +143,7 @@ class _StepCheck:
     def __init__(self, plan: Plan, graph: ModuleGraph) -> None:
         self.plan, self.graph = plan, graph
         self._configs: dict[str, tuple[OperatorSpec | None, OperatorConfig | None, str]] = {}
-        self._bytes: dict[tuple[Any, ...], set[int]] = {}
+        self._bytes: dict[tuple[Any, ...], tuple[set[int], Mapping[str, int]]] = {}
 
     def config(self, step: Step) -> tuple[OperatorSpec | None, OperatorConfig | None, str]:
         """A row's operator and config, or what is wrong with them."""
@@ -202,12 +202,24 @@ class _StepCheck:
         if step.stored:
             yield from self._stored_bytes(step, module, spec, config)
             return
-        key = (id(module.tensors), module.cls.name, module.name, step.dtype, spec.name, repr(owner.kwargs))
+        hot = getattr(config, "hot_experts", None)
+        key = (
+            id(module.tensors),
+            module.cls.name,
+            module.name,
+            step.dtype,
+            spec.name,
+            repr(owner.kwargs),
+            module.layer if hot else None,
+        )
         if key not in self._bytes:
-            self._bytes[key] = set(_footprints(spec, config, module, step.dtype))
-        allowed = self._bytes[key]
+            found = list(_footprints(spec, config, module, step.dtype))
+            self._bytes[key] = {each.weight_bytes for each in found}, found[0].elsewhere
+        allowed, elsewhere = self._bytes[key]
         if step.weight_bytes not in allowed and step.weight_bytes + self._shared(step, module) not in allowed:
             yield f"weight_bytes {step.weight_bytes}, and its tensors take {min(allowed)}"
+        if step.elsewhere != elsewhere:
+            yield f"elsewhere {dict(step.elsewhere)}, and its tensors take {dict(elsewhere)} there"
 
     def _stored_bytes(self, step: Step, module: Module, spec: OperatorSpec, config: OperatorConfig) -> Iterator[str]:
         """Whether the op keeps the types that the row says its weights stay in, and the bytes can be theirs."""
@@ -216,13 +228,16 @@ class _StepCheck:
         if unknown or step.inside:
             yield f"stored as {', '.join(step.stored)}, and its op doesn't keep {', '.join(unknown) or 'weights so'}"
             return
-        whole = spec.footprint(module, config, step.dtype).weight_bytes
-        rest = whole - sum(t.numel for t in module.tensors if is_matrix(t)) * ITEM_BYTES[step.dtype]
-        least, most = possible_bytes(module, step.stored, step.dtype)
+        takes = spec.footprint(module, config, step.dtype)
+        dense = sum(t.numel for t in module.tensors if is_matrix(t)) * ITEM_BYTES[step.dtype]
+        rest = takes.weight_bytes - int(dense * takes.here)
+        least, most = (int(count * takes.here) for count in possible_bytes(module, step.stored, step.dtype))
         if self._shared(step, module):
             least = 0
         if not rest + least <= step.weight_bytes <= rest + most:
             yield f"weight_bytes {step.weight_bytes}, and its tensors take {rest + least} to {rest + most} as stored"
+        if step.elsewhere != takes.elsewhere:
+            yield f"elsewhere {dict(step.elsewhere)}, and its tensors take {dict(takes.elsewhere)} there"
 
     def _shared(self, step: Step, module: Module) -> int:
         """Bytes of the tensors that a row says it shares with another's, where they could be one. Whether they are, a model on the
@@ -250,10 +265,11 @@ def _op_problems(spec: OperatorSpec, config: OperatorConfig, step: Step) -> Iter
     """Whether the row says of each op that the rule asks for what runs in its place on its device, and nothing else."""
     expected: dict[str, tuple[str, str]] = {}
     for f in fields(config):
-        asked = spec.ops.get(str(getattr(config, f.name))) if f.metadata.get("op") else None
-        if asked is None:
+        asked = spec.ops.get(str(getattr(config, f.name))) if f.metadata.get("op") or f.name == "hot_op" else None
+        if asked is None or (f.name == "hot_op" and not getattr(config, "hot_experts", None)):
             continue
         device = step.prefill_device if f.name.startswith("prefill") else step.generate_device
+        device = str(getattr(config, "hot_device", None) or device) if f.name == "hot_op" else device
         chosen, why = op_on(spec, asked, device)
         if chosen is not asked:
             expected[asked.name] = (chosen.name, why)
@@ -267,14 +283,14 @@ def _op_problems(spec: OperatorSpec, config: OperatorConfig, step: Step) -> Iter
             yield f"`runs` has {runs} for {op}, which nothing asks for or which runs itself"
 
 
-def _footprints(spec: OperatorSpec, config: OperatorConfig, module: Module, dtype: str) -> Iterator[int]:
+def _footprints(spec: OperatorSpec, config: OperatorConfig, module: Module, dtype: str) -> Iterator[Footprint]:
     if not module.tensors:
-        yield 0
+        yield Footprint()
         return
-    yield spec.footprint(module, config, dtype).weight_bytes
+    yield spec.footprint(module, config, dtype)
     for other in DTYPES:
         tensors = tuple(replace(t, dtype=other) if "float" in t.dtype else t for t in module.tensors)
-        yield spec.footprint(replace(module, tensors=tensors), config, dtype).weight_bytes
+        yield spec.footprint(replace(module, tensors=tensors), config, dtype)
 
 
 def _config_differences(plan: Plan, mine: Any) -> list[str]:

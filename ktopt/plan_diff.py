@@ -14,7 +14,7 @@ from ktopt.plan import Plan, RuleRef, Step
 
 COMPARED = (
     "cls", "operator", "kwargs", "generate_device", "prefill_device", "dtype", "replicas", "inside", "runs", "stored",
-    "weight_bytes",
+    "weight_bytes", "elsewhere",
 )  # fmt: skip
 """Fields of a step that count as a difference. Which rule decided, and where it stands in its file, does not."""
 SECTIONS = ("long_context", "kvc2")
@@ -208,6 +208,7 @@ def _compared(step: Step) -> tuple[Any, ...]:
         repr(step.runs) if step.runs else "",
         step.stored,
         step.weight_bytes,
+        tuple(step.elsewhere.items()),
     )
 
 
@@ -332,8 +333,8 @@ def device_bytes(plan: Plan) -> dict[str, int]:
     """Bytes of weights on each device that holds any."""
     totals: dict[str, int] = {}
     for step in plan.steps:
-        for device in (step.generate_device, *step.replicas):
-            totals[device] = totals.get(device, 0) + step.weight_bytes
+        for device, count in step.held_bytes.items():
+            totals[device] = totals.get(device, 0) + count
     return {device: count for device, count in totals.items() if count}
 
 

@@ -193,6 +193,9 @@ def _check_plan(plan: Plan, where: str) -> None:
         _check_devices((step.generate_device, step.prefill_device, *step.replicas), f"{where}: {step.path}")
         if step.weight_bytes < 0:
             raise PlanFileError(f"{where}: {step.path}: weight_bytes {step.weight_bytes} is less than nothing")
+        _check_devices(step.elsewhere, f"{where}: {step.path}: elsewhere")
+        if any(count < 0 for count in step.elsewhere.values()) or sum(step.elsewhere.values()) > step.weight_bytes:
+            raise PlanFileError(f"{where}: {step.path}: elsewhere isn't a part of its weight_bytes {step.weight_bytes}")
         if step.rule is not None and not 0 <= step.rule < len(plan.rules):
             raise PlanFileError(f"{where}: {step.path}: rule {step.rule} of {len(plan.rules)}")
     for transfer in plan.transfers:

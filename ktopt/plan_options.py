@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ktopt.config import Config
 from ktopt.diagnostics import UsageError
 from ktopt.placement import DTYPES, Hardware, canonical_device, device_kind
+from ktopt.popularity import Popularity
 from ktopt.ruleset import RuleSet
 
 LONG_CONTEXT = "long_context"
@@ -33,6 +34,8 @@ class PlanOptions:
     mode     one of MODES
     context  tokens that `place: auto` makes room for; None leaves it to its own number
     storage  one of MIXES in weights/usual.py: the kind of file that weights are taken to lie in where none are given
+    popularity  how often experts are chosen, for `place: auto`
+    room     tokens that `place: auto` makes room for where `context` is None: what a run asks for, where that is known
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
@@ -44,6 +47,8 @@ class PlanOptions:
     mode: str = "normal"
     context: int | None = None
     storage: str | None = None
+    popularity: Popularity | None = None
+    room: int | None = None
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,6 +56,8 @@ class PlanOptions:
             raise UsageError(f"chunk_size: a number of tokens from 1 on, not {self.chunk_size}")
         if self.context is not None and self.context < 1:
             raise UsageError(f"context: a number of tokens from 1 on, not {self.context}")
+        if self.room is not None and self.room < 1:
+            raise UsageError(f"room: a number of tokens from 1 on, not {self.room}")
         check_mode(self.mode)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktopt import __version__
-from ktopt.below import check_below
+from ktopt.below import check_below, noted_below
 from ktopt.config import merged
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph, main_dtype, model_dtype
 from ktopt.kept import Kept, kept, kept_types, tied
 from ktopt.match import Decision, Matches
-from ktopt.operator import PREFILL, Op, OperatorConfig, OperatorSpec, op_on, without_effect
-from ktopt.placement import canonical_device, device_kind
+from ktopt.operator import PREFILL, OperatorConfig, OperatorSpec, op_on, without_effect
+from ktopt.placement import Footprint, canonical_device, device_kind
 from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.plan_options import PlanOptions
 from ktopt.registry import find
 from ktopt.ruleset import Rule, RuleSet, rule_devices
+from ktopt.running_ops import check_op, young_enough
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
@@ -46,6 +47,14 @@ class _Ruling:
     keeps: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where a module stands whose experts a rule splits: its layer, and the device of the block around it."""
+
+    layer: int | None
+    around: str
+
+
 def make_plan(
     ruleset: RuleSet,
     graph: ModuleGraph,
@@ -59,7 +68,7 @@ def make_plan(
     stored   how the model's parameters are stored, where that is known: what operators keep so counts with its bytes in the file
     """
     planner = _Planner(ruleset, graph, matches, options, report, stored)
-    steps = planner.steps()
+    steps = noted_below(ruleset, graph, planner.steps())
     check_below(ruleset, graph, matches, steps, report)
     planner.check_memory(steps)
     return Plan(
@@ -111,6 +120,7 @@ class _Planner:
         self.settings = merged(options.config, {"long_context": ruleset.long_context, "kvc2": ruleset.kvc2})
         self.splits_prefill = False
         self.rulings: dict[tuple[Any, ...], _Ruling] = {}
+        self.splitting = {r.index for r in ruleset.rules if getattr(r.replace.config, "hot_experts", None)}
 
     def steps(self) -> tuple[Step, ...]:
         """A row for each module. Modules that are alike share all of their row but the path, which makes 75,000 rows cheap."""
@@ -119,22 +129,29 @@ class _Planner:
         new, stored = tuple.__new__, bool(self.stored)
         for module, decision in zip(self.graph.modules, self.matches.decisions, strict=True):
             key: tuple[Any, ...] = (id(module.cls), id(module.tensors), id(decision), module.path.endswith("experts"))
+            spot = self._spot(module, decision, made) if decision.rule in self.splitting else None
+            if spot is not None:
+                key += (spot,)
             if stored and module.tensors:
-                stays = self._kept(module, decision)
+                stays = self._kept(module, decision, spot)
                 key += (stays.types, stays.less, stays.lacking)
             tail = tails.get(key)
             if tail is None:
-                tail = tails[key] = self._tail(module, decision, made)
+                tail = tails[key] = self._tail(module, decision, made, spot)
             made.append(new(Step, (module.path, *tail)))
         return tied(tuple(made), self.graph, self.stored or {})
 
-    def _tail(self, module: Module, decision: Decision, made: Sequence[Step]) -> tuple[Any, ...]:
+    def _spot(self, module: Module, decision: Decision, made: Sequence[Step]) -> _Spot | None:
+        return _Spot(module.layer, made[module.parent].generate_device) if decision.closed_by is None else None
+
+    def _tail(self, module: Module, decision: Decision, made: Sequence[Step], spot: _Spot | None) -> tuple[Any, ...]:
         """All of a row but its path, in the order of Step's fields."""
         if decision.closed_by is not None:
             return self._closed_tail(module, made[decision.closed_by], self._ruling(self.matches.decisions[decision.closed_by]))
-        ruling = self._ruling(decision)
+        ruling = self._ruling(decision, spot)
         dtype = self._dtype(module, ruling)
-        stays = self._kept(module, decision)
+        takes = self._footprint(module, ruling, dtype)
+        stays = self._kept(module, decision, spot)
         notes = ruling.notes
         if stays.lacking:
             notes += (f"stored as {', '.join(stays.lacking)}, for which there is no kernel: held in {dtype}",)
@@ -146,7 +163,7 @@ class _Planner:
             ruling.prefill_device,
             ruling.generate_device,
             dtype,
-            self._bytes(module, ruling, dtype) - stays.less,
+            takes.weight_bytes - int(stays.less * takes.here),
             decision.rule,
             decision.alias,
             ruling.replicas,
@@ -154,13 +171,14 @@ class _Planner:
             ruling.runs,
             notes,
             stays.types,
+            takes.elsewhere,
         )
 
-    def _kept(self, module: Module, decision: Decision) -> Kept:
+    def _kept(self, module: Module, decision: Decision, spot: _Spot | None = None) -> Kept:
         """What of a module's weights stays as it is stored."""
         if not self.stored or not module.tensors or decision.closed_by is not None:
             return NOTHING_KEPT
-        ruling = self._ruling(decision)
+        ruling = self._ruling(decision, spot)
         return kept(module, ruling.keeps, self.stored, self._dtype(module, ruling)) if ruling.keeps else NOTHING_KEPT
 
     def _closed_tail(self, module: Module, owner: Step, ruling: _Ruling) -> tuple[Any, ...]:
@@ -173,7 +191,7 @@ class _Planner:
             owner.prefill_device,
             owner.generate_device,
             self.dtype,
-            self._bytes(module, ruling, self.dtype),
+            self._footprint(module, ruling, self.dtype).weight_bytes,
             None,
             "",
             (),
@@ -181,6 +199,7 @@ class _Planner:
             _NO_KWARGS,
             (),
             (),
+            _NO_KWARGS,
         )
 
     def _dtype(self, module: Module, ruling: _Ruling) -> str:
@@ -189,17 +208,17 @@ class _Planner:
             return self.dtype
         return main_dtype(module.parameters) or self.dtype
 
-    def _bytes(self, module: Module, ruling: _Ruling, dtype: str) -> int:
-        return ruling.spec.footprint(module, ruling.config, dtype).weight_bytes if module.tensors else 0
+    def _footprint(self, module: Module, ruling: _Ruling, dtype: str) -> Footprint:
+        return ruling.spec.footprint(module, ruling.config, dtype) if module.tensors else NOTHING
 
-    def _ruling(self, decision: Decision) -> _Ruling:
-        key = (decision.rule, decision.place, decision.alias_rules, decision.also)
+    def _ruling(self, decision: Decision, spot: _Spot | None = None) -> _Ruling:
+        key = (decision.rule, decision.place, decision.alias_rules, decision.also, spot)
         ruling = self.rulings.get(key)
         if ruling is None:
-            ruling = self.rulings[key] = self._rule(decision)
+            ruling = self.rulings[key] = self._rule(decision, spot)
         return ruling
 
-    def _rule(self, decision: Decision) -> _Ruling:
+    def _rule(self, decision: Decision, spot: _Spot | None) -> _Ruling:
         place = decision.place or self.default_device
         if decision.rule is None:
             device = self._at(place, self._asks(None, (), decision.place))
@@ -210,9 +229,11 @@ class _Planner:
         places = (place, *decision.also)
         homes = [self._devices(self.ruleset.rules[i], p, bool(decision.place))[0] for i in decision.alias_rules for p in places]
         replicas = tuple(dict.fromkeys(d for d in homes if d != generate))
-        config, runs = self._config(rule, generate, prefill, decision.place)
+        config, runs = self._config(rule, generate, prefill, decision.place, spot)
         notes = without_effect(config)
         notes += [f"{asked} gives way to {op}: {why}" for asked, (op, why) in runs.items()]
+        if getattr(config, "hot_experts", None) and getattr(config, "hot_device", None) == generate and not self.options.remap:
+            notes.append(f"its hot experts are on {generate}, as the others are")
         if replicas:
             notes.append(f"one copy each on {', '.join((generate, *replicas))}: upstream had one per layer")
         self._check_prefill(rule, config, generate, prefill)
@@ -267,11 +288,11 @@ class _Planner:
         return device
 
     def _config(
-        self, rule: Rule, generate: str, prefill: str, place: str | None
+        self, rule: Rule, generate: str, prefill: str, place: str | None, spot: _Spot | None
     ) -> tuple[OperatorConfig, dict[str, tuple[str, str]]]:
         """The rule's config with its devices settled, and the ops that give way to others there."""
         spec, config = rule.replace.operator, rule.replace.config
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = self._hot(rule, config, place, spot)
         runs: dict[str, tuple[str, str]] = {}
         for f in dataclasses.fields(config):
             value = getattr(config, f.name)
@@ -283,21 +304,38 @@ class _Planner:
                 changes[f.name] = self._chunk_size(value, f.name in rule.replace.given)
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
+            elif f.name in ("hot_experts", "hot_device"):
+                continue
             elif f.metadata.get("device") and isinstance(value, str):
                 changes[f.name] = self.options.place(value)
             elif f.metadata.get("device") and place and not f.metadata.get("ignored") and f.name not in rule.replace.given:
                 changes[f.name] = self.options.place(place)
-            elif f.metadata.get("op") and value in spec.ops:
-                device = prefill if f.name.startswith("prefill") else generate
+            elif f.name == "hot_op" and not changes["hot_experts"]:
+                continue
+            elif (f.metadata.get("op") or f.name == "hot_op") and value in spec.ops:
+                device = {"prefill_op": prefill, "hot_op": changes.get("hot_device")}.get(f.name) or generate
                 chosen, why = op_on(spec, spec.ops[value], device)
-                chosen = self._young_enough(rule, spec, chosen, f.name, device)
+                chosen = young_enough(self.options.hardware, rule, spec, chosen, f.name, device, self.report)
                 if f.name not in rule.replace.given:
                     changes[f.name] = chosen.name  # nobody asked for an op: the default is the best one that runs there
                 elif chosen is not spec.ops[value]:
                     runs[value] = (chosen.name, why)
-                    if f.name == "generate_op" and not self.options.remap:
-                        self._check_op(rule, spec.ops[value], chosen, generate)
+                    if not self.options.remap:
+                        check_op(rule, f.name, spec.ops[value], chosen, device, self.report)
         return dataclasses.replace(config, **changes), runs
+
+    def _hot(self, rule: Rule, config: Any, place: str | None, spot: _Spot | None) -> dict[str, Any]:
+        """hot_experts and hot_device as one layer has them; nothing of an operator that has no such kwargs."""
+        if not hasattr(config, "hot_experts"):
+            return {}
+        hot = config.hot_experts
+        if isinstance(hot, Mapping):
+            hot = {spot.layer: hot[spot.layer]} if spot is not None and spot.layer in hot else None
+        if not hot or spot is None:
+            return {"hot_experts": None, "hot_device": None}
+        asked = config.hot_device
+        device = self._at(asked, self._asks(rule, ("hot_device",), place)) if asked else spot.around
+        return {"hot_experts": hot, "hot_device": device}
 
     def _chunk_size(self, value: Any, given: bool) -> Any:
         """Tokens of a prompt at a time: what was asked for beside the rules, else a rule's kwarg, else what `long_context` says,
@@ -307,49 +345,22 @@ class _Planner:
             asked = config.given.get("long_context", {}).get("chunk_size")
         return asked or (value if given else self.settings["long_context"].get("chunk_size", value))
 
-    def _young_enough(self, rule: Rule, spec: OperatorSpec, op: Op, kwarg: str, device: str) -> Op:
-        """The op, or a counterpart where nobody asked for it and the machine's device is too old for it; KT406 where a rule did."""
-        found = self.options.hardware.device(device) if self.options.hardware else None
-        if found is None or found.sm is None or found.sm >= op.least_sm:
-            return op
-        other, _ = op_on(spec, spec.ops[op.counterpart], device)
-        if kwarg not in rule.replace.given:
-            return other
-        if kwarg == "generate_op":
-            needs = f"{op.name} needs compute capability {op.least_sm / 10:.1f}, and {device} has {found.sm / 10:.1f}"
-            origin = rule.replace.kwarg_origins.get(kwarg, rule.replace.origin)
-            help = f"name {other.name}, or place the modules on a newer device"
-            self.report.error("KT406", f"rule {rule.number} kwargs.{kwarg}: {needs}", origin, help=help)
-        return op
-
-    def _check_op(self, rule: Rule, asked: Op, chosen: Op, device: str) -> None:
-        """KT406: the op that a rule names doesn't run where its modules are; without a remapping that is a mistake."""
-        kind, kinds = device_kind(device), " or ".join(asked.devices)
-        if kind in asked.devices:
-            return
-        self.report.error(
-            "KT406",
-            f"rule {rule.number} kwargs.generate_op: {asked.name} runs on {kinds} only, and its modules are on {device}",
-            rule.replace.kwarg_origins.get("generate_op", rule.replace.origin),
-            help=f"name {chosen.name} for {kind}, or place the modules on {kinds}",
-        )
-
     def check_memory(self, steps: tuple[Step, ...]) -> None:
         """KT504: weights that don't fit a device of the machine planned for, with the five largest items."""
         hardware = self.options.hardware
         if hardware is None:
             return
-        held: dict[str, list[tuple[int, Step]]] = {}
+        held: dict[str, list[tuple[int, Step, int]]] = {}
         for index, step in enumerate(steps):
-            for device in (step.generate_device, *step.replicas):
-                held.setdefault(device, []).append((index, step))
+            for device, count in step.held_bytes.items():
+                held.setdefault(device, []).append((index, step, count))
         for device, rows in held.items():
             found = hardware.device(device)
             have = found.memory_bytes if found else hardware.ram_bytes if device == "cpu" else 0
-            need = sum(step.weight_bytes for _, step in rows)
+            need = sum(count for _, _, count in rows)
             if have and need > have:
-                largest = sorted((step for _, step in rows), key=lambda s: -s.weight_bytes)[:5]
-                items = ", ".join(f"{s.path} {s.weight_bytes / 1e9:.2f} GB" for s in largest)
+                largest = sorted(rows, key=lambda row: -row[2])[:5]
+                items = ", ".join(f"{s.path} {count / 1e9:.2f} GB" for _, s, count in largest)
                 self.report.error(
                     "KT504",
                     f"{device} would hold {need / 1e9:.1f} GB of weights and {hardware.name} has {have / 1e9:.1f} GB there",
@@ -357,13 +368,13 @@ class _Planner:
                     help=f"move modules elsewhere; the largest are {items}",
                 )
 
-    def _who_fills(self, rows: Sequence[tuple[int, Step]]) -> Origin:
+    def _who_fills(self, rows: Sequence[tuple[int, Step, int]]) -> Origin:
         """Where the file puts most of what these rows hold: a rule's device, a line of `place:`, or the default."""
         filled: dict[Origin, int] = {}
-        for index, step in rows:
-            if step.weight_bytes:
+        for index, _, count in rows:
+            if count:
                 origin = self._says_where(index)
-                filled[origin] = filled.get(origin, 0) + step.weight_bytes
+                filled[origin] = filled.get(origin, 0) + count
         return max(filled, key=filled.__getitem__)
 
     def _says_where(self, index: int) -> Origin:
@@ -398,4 +409,5 @@ class _Planner:
 
 _NO_KWARGS: Mapping[str, Any] = {}
 NOTHING_KEPT = Kept()
+NOTHING = Footprint()
 UNTOLD = "bytes are those of the plan's dtype, though some ops keep weights as their file stores them: --weights counts them so"

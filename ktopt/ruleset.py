@@ -73,7 +73,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """`place: auto`: what nothing else places goes where ktopt finds it best for the machine."""
+    """`place: auto`, or in a map `auto: rest`: what nothing else places goes where ktopt finds it best for the machine."""
 
     origin: Origin
 
@@ -87,7 +87,7 @@ class RuleSet:
     dtype           the dtype that weights are dequantised to, if the file says so
     default_device  where unplaced modules go: cuda:0 for list files (as upstream), cpu for native ones
     architectures   what it was written for; empty means any
-    auto            what `place: auto` leaves to ktopt; its origin is where that stands
+    auto            what `place:` leaves to ktopt; its origin is where that stands
     long_context, kvc2   what a native file's sections of these names say, as config.py has them, by the fields' names
     """
 

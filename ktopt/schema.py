@@ -186,8 +186,13 @@ def ruleset_schema() -> dict[str, Any]:
         "place": {
             "if": {"type": "string"},
             "then": {"const": "auto"},
-            "else": {"type": "object", "propertyNames": {"pattern": DEVICE_PATTERN}, "additionalProperties": selector},
-            "description": "device: selector; or `auto`, which places everything where it is best on the machine",
+            "else": {
+                "type": "object",
+                "properties": {"auto": {"const": "rest", "description": "what no line takes goes where it is best on the machine"}},
+                "propertyNames": {"pattern": f"^auto$|{DEVICE_PATTERN}"},
+                "additionalProperties": selector,
+            },
+            "description": "device: selector, and `auto: rest`; or `auto`, which places everything where it is best on the machine",
         },
         "rules": {"type": "array", "items": {"$ref": "#/definitions/nativeRule"}},
         "dtype": {"enum": list(DTYPES), "description": "what weights are dequantised to"},

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ktopt.graph import Module
 from ktopt.operator import Op, OperatorConfig, operator, option
 from ktopt.operators.attention import LatentAttentionConfig, needs_latent
-from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, ExpertsConfig, not_gated_and_fused
+from ktopt.operators.experts import EXPERTS_OPS, IMPLEMENTATION, ExpertsConfig, cannot_take, packed_footprint
+from ktopt.operators.hot_experts import split_footprint
 from ktopt.operators.linear import LINEAR_OPS, LinearConfig, low_bit_footprint
 from ktopt.operators.mlp import MlpConfig
 from ktopt.operators.moe import MoeConfig
@@ -112,7 +113,8 @@ operator(
     summary="KTransformersExperts on any torch device",
     upstream="the experts on the CPU, fed from an Ascend NPU",
     forward_changed=True,
-    refuses=not_gated_and_fused,
+    refuses=cannot_take,
+    footprint=split_footprint(packed_footprint),
     lost="the overlap of the NPU with the CPU's experts",
 )(W8A8ExpertsConfig)
 

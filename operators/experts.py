@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ktopt.graph import ITEM_BYTES, Module
 from ktopt.kernels import cpu
-from ktopt.operator import Op, OperatorConfig, PlacedConfig, dense_footprint, operator, option
+from ktopt.operator import Op, OperatorConfig, PlacedConfig, Problem, dense_footprint, operator, option
+from ktopt.operators.hot_experts import cannot_split, hot_problems, split_footprint
 from ktopt.operators.linear import low_bits, packed_bytes
 from ktopt.operators.names import upstream_names
 from ktopt.placement import DEVICE_KINDS, Footprint
@@ -68,9 +70,27 @@ class ExpertsConfig(PlacedConfig):
         idle_when=lambda backend: "" if backend == "llamafile" else ONE_SET,
         read_by=("KExpertsCPU", "KSFTExpertsCPU"),
     )
+    hot_experts: dict[int, int | str] | str | None = option(
+        None,
+        help='experts that live on hot_device, as numbers and ranges such as "0..3, 17": of each layer by its number, or the same '
+        "of all layers that the rule takes; the others stay on generate_device",
+    )
+    hot_device: str | None = option(
+        None, help="device of the hot experts; by default that of the block which the experts are in", device=True
+    )
+    hot_op: Literal["KExpertsTorch", "KExpertsMarlin"] = option("KExpertsTorch", help="op of the hot experts")
+
+    @classmethod
+    def cross_check(cls, given: Mapping[str, Any]) -> list[Problem]:
+        return hot_problems(given)
 
 
-def not_gated_and_fused(module: Module, config: OperatorConfig) -> str | None:
+def cannot_take(module: Module, config: OperatorConfig) -> str | None:
+    """Why these experts can't be taken over, or not be split as the config says."""
+    return not_gated_and_fused(module) or cannot_split(module, config)
+
+
+def not_gated_and_fused(module: Module) -> str | None:
     """Why these experts can't be taken over: only gate_up_proj (experts, 2 x intermediate, hidden) and down_proj (experts, hidden,
     intermediate) can, without biases, or a ModuleList of experts, which its block calls one by one."""
     shapes = {tensor.name: tensor.shape for tensor in module.tensors}
@@ -109,8 +129,8 @@ operator(
     upstream="held one op for prefill and one for decoding; the CPU op ran a layer's experts in a pool of threads beside the GPU",
     upstream_device="cpu",
     forward_changed=True,
-    refuses=not_gated_and_fused,
-    footprint=packed_footprint,
+    refuses=cannot_take,
+    footprint=split_footprint(packed_footprint),
 )(ExpertsConfig)
 
 SERVE_VARIANTS = {
@@ -130,6 +150,6 @@ for _name, _upstream in SERVE_VARIANTS.items():
         upstream=_upstream,
         upstream_device="cpu",
         forward_changed=True,
-        refuses=not_gated_and_fused,
-        footprint=packed_footprint,
+        refuses=cannot_take,
+        footprint=split_footprint(packed_footprint),
     )(ExpertsConfig)

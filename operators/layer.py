@@ -85,6 +85,8 @@ def unusual(config: Mapping[str, Any]) -> str | None:
 
 def unfit_below(module: Module, step: Step, below: Sequence[Step], config: Mapping[str, Any]) -> str | None:
     """Why a layer can't be one operator over what the plan makes of the modules below it."""
+    if split_below(below):
+        return None  # it is left as it is
     if reason := unusual(config):
         return reason
     if device_kind(step.generate_device) != "cpu":
@@ -101,6 +103,12 @@ def unfit_below(module: Module, step: Step, below: Sequence[Step], config: Mappi
     return None
 
 
+def split_below(below: Sequence[Step]) -> str:
+    """Which modules below a layer keep the kernels from running it as one, though it can be left as it is."""
+    split = next((child.path for child in below if child.kwargs.get("hot_experts")), "")
+    return f"{split} has experts on two devices, and runs by itself" if split else ""
+
+
 def _running(step: Step) -> str:
     asked = str(step.kwargs.get("generate_op", ""))
     return step.runs.get(asked, (asked, ""))[0]
@@ -115,4 +123,5 @@ operator(
     upstream="had no such class: each layer's parts ran one after the other, from Python",
     refuses=unknown_layer,
     refuses_below=unfit_below,
+    leaves=split_below,
 )(LayerConfig)

@@ -25,6 +25,8 @@ def test_no_placement_is_worse_than_llama_cpp_s_or_accelerate_s_and_some_are_bet
         assert row.ktopt is not None
         for other in (row.llama_cpp, row.accelerate):
             assert other is None or row.ktopt <= other * (1 + 1e-9), row
+        assert row.popular is None or row.popular <= row.ktopt * (1 + 1e-9), row
+    assert sum(row.popular is not None and row.popular < 0.9 * row.ktopt for row in rows) >= 6
     assert sum(row.llama_cpp is not None and row.ktopt < 0.9 * row.llama_cpp for row in rows) >= 4
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktopt.placing.problem import INFINITE, Assignment, Item, Part, Problem, fits, time_us
+from ktopt.placing.problem import CPU, INFINITE, Assignment, Item, Part, Problem, Split, fits, time_us
 from ktopt.placing.segments import solve_by_segments
 from ktopt.placing.solve import solve, solve_by_runs
 
@@ -68,11 +69,13 @@ def best_of_all(problem: Problem) -> float:
     """The least time of all placements that fit, by looking at each."""
     choices = []
     for item in problem.items:
-        choices.append(range(DEVICES))
-        choices.append([None] if item.experts is None else range(DEVICES))
+        experts = [(None, 0)] if item.experts is None else [(d, 0) for d in range(DEVICES)]
+        experts += [(CPU, hot) for hot in range(1, len(item.split.shares))] if item.split is not None else []
+        choices += [range(DEVICES), experts]
     found = INFINITE
     for each in itertools.product(*choices):
-        assignment = Assignment(tuple(each[::2]), tuple(each[1::2]))
+        where = each[1::2]
+        assignment = Assignment(tuple(each[::2]), tuple(d for d, _ in where), tuple(hot for _, hot in where))
         if fits(problem, assignment):
             found = min(found, time_us(problem, assignment))
     return found
@@ -94,3 +97,50 @@ def test_no_placement_of_a_small_problem_is_better_than_the_solvers(problem: Pro
             continue
         assert fits(problem, solution.assignment)
         assert time_us(problem, solution.assignment) == pytest.approx(least)
+
+
+@st.composite
+def split_problems(draw: st.DrawFn) -> Problem:
+    """Problems whose layers' experts may be split, each chosen more or less often."""
+    problem = replace(draw(problems()), pinned=())
+    unit = draw(by_device(st.integers(1, 3).map(lambda units: int(units * GIB / 4))))
+    items = []
+    for item in problem.items:
+        if item.experts is not None and item.number is not None:
+            shares = sorted(draw(st.lists(st.integers(0, 9), min_size=2, max_size=4)), reverse=True)
+            total = sum(shares) or 1
+            shares = [share / total for share in shares] if sum(shares) else [1.0, *[0.0] * (len(shares) - 1)]
+            times, ops = draw(by_device(st.integers(1, 40).map(float))), draw(by_device(st.integers(0, 3).map(float)))
+            whole = tuple(INFINITE if t == INFINITE else ops[d] + times[d] for d, t in enumerate(item.experts.time_us))
+            part = Part(tuple(len(shares) * size for size in unit), whole)
+            item = replace(item, experts=part, split=Split(tuple(shares), unit, times, ops))
+        items.append(item)
+    return replace(problem, items=tuple(items))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(split_problems())
+def test_no_split_of_a_small_problem_is_better_than_the_solvers(problem: Problem) -> None:
+    least, solution = best_of_all(problem), solve(problem)
+    if solution is None:
+        assert least == INFINITE
+        return
+    assert fits(problem, solution.assignment)
+    found = time_us(problem, solution.assignment)
+    if solution.proved:
+        assert found == pytest.approx(least)
+        return
+    whole = solve(replace(problem, items=tuple(replace(item, split=None) for item in problem.items)))
+    assert whole is None or found <= time_us(problem, whole.assignment) * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(split_problems())
+def test_with_pins_a_split_is_no_worse_than_whole_layers(problem: Problem) -> None:
+    pinned = replace(problem, pinned=(1,))
+    whole = solve(replace(pinned, items=tuple(replace(item, split=None) for item in pinned.items)))
+    solution = solve(pinned)
+    assert (solution is None) == (whole is None)
+    if solution is not None and whole is not None:
+        assert fits(pinned, solution.assignment)
+        assert time_us(pinned, solution.assignment) <= time_us(pinned, whole.assignment) * (1 + 1e-9)

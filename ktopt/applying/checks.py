@@ -102,7 +102,7 @@ def check_devices(plan: Plan, otherwise: str = "") -> None:
         return
     lines = []
     for device in lacking:
-        paths = [s.path for s in plan.steps if device in (s.generate_device, *s.replicas)]
+        paths = [s.path for s in plan.steps if device in s.held_bytes]
         kind = device_kind(device)
         lines.append(f"{device}: {len(paths)} modules, the first is {paths[0] if paths else '-'}; {_device_state(kind)}")
     remap = " ".join(f"--remap {kind}=cpu" for kind in dict.fromkeys(map(device_kind, lacking)))

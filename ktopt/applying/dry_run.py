@@ -61,6 +61,7 @@ def _with_stand_ins(plan: Plan) -> tuple[Plan, dict[str, str]]:
             generate_device=named(step.generate_device),
             prefill_device=named(step.prefill_device),
             replicas=tuple(map(named, step.replicas)),
+            elsewhere={named(device): count for device, count in step.elsewhere.items()},
             kwargs={key: named(value) if isinstance(value, str) else value for key, value in step.kwargs.items()},
         )
         for step in plan.steps

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from ktopt.authoring.scalars import string
 from ktopt.placing.writing import Line
-from ktopt.source import Document, Mapping, Scalar, SourceFile
+from ktopt.source import Document, Mapping, Position, Scalar, SourceFile
 
 
 def with_places(document: Document, lines: Sequence[Line]) -> str:
     """The file's text with these lines. Lines that it has keep their place, those that only an imported file has stay there; a map
-    that is written on one line, or as `auto`, is written anew."""
+    that is written on one line, or as `auto`, is written anew, and a line `auto: rest` goes."""
     source, root = document.source, document.root
     assert isinstance(root, Mapping)
     key, value = root.key("place"), root.get("place")
     if key is None:
         return _inserted(source, root, lines)
-    if isinstance(value, Mapping) and value.entries and value.span.start.line > key.span.start.line:
+    others = [entry for entry in value.entries if entry[0].value != "auto"] if isinstance(value, Mapping) else []
+    if isinstance(value, Mapping) and others and value.span.start.line > key.span.start.line:
         return _amended(source, value, lines)
     assert value is not None
     start, end = source.offset(key.span.start), source.offset(value.span.end)
@@ -43,6 +44,7 @@ def _inserted(source: SourceFile, root: Mapping, lines: Sequence[Line]) -> str:
 def _amended(source: SourceFile, value: Mapping, lines: Sequence[Line]) -> str:
     """Values that grew are written anew, and lines for other devices follow the last one."""
     text, by_device = source.text, {line.device: line for line in lines if line.written}
+    auto = value.key("auto")
     last = value.entries[-1][1]
     row_end = text.find("\n", source.offset(last.span.end))
     row_end = len(text) if row_end < 0 else row_end
@@ -50,6 +52,10 @@ def _amended(source: SourceFile, value: Mapping, lines: Sequence[Line]) -> str:
     new = [f"\n{indent}{string(line.device, 'key')}: {string(line.text)}" for line in lines if not line.written]
     text = text[:row_end] + "".join(new) + text[row_end:]
     for key, node in reversed(value.entries):
+        if key is auto:
+            start, end = source.offset(Position(key.span.start.line, 1)), source.offset(Position(key.span.start.line + 1, 1))
+            text = text[:start] + text[end:]
+            continue
         line = by_device.get(_device(key))
         if line is not None and line.added and isinstance(node, Scalar):
             start, end = source.offset(node.span.start), source.offset(node.span.end)

@@ -90,7 +90,11 @@ COMMANDS = {
         "find where modules go on a machine, for the least time of a decoded token",
         "ktopt place rules/qwen3-moe/cpu.yaml --model qwen3-30b-a3b --hardware cpu+128GB",
     ),
-    "profile": Command("profile", "measure how fast this machine is, into a hardware file", "ktopt profile -o machine.yaml"),
+    "profile": Command(
+        "profile",
+        "measure this machine into a hardware file, or count how often a model's experts are chosen",
+        "ktopt profile -o machine.yaml",
+    ),
     "migrate": Command(
         "migrate", "turn a list-form rule file into the native form", "ktopt migrate old.yaml --model deepseek-v3 -o new.yaml"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from ktopt.cli.options import add_model, add_target, model_argument, rules_argument, stage_options, weights_argument
 from ktopt.cli.plan import ask_for_the_rest, show_findings
@@ -19,6 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", "-o", metavar="DIR", required=True, help="folder to write; an earlier one of ktopt's is replaced")
     parser.add_argument(
         "--for-another-machine", action="store_true", help="write it although this machine lacks devices that the plan uses"
+    )
+    parser.add_argument(
+        "--context", dest="room", type=int, metavar="N", help="tokens of context that `place: auto` makes room for (default: 4096)"
     )
     parser.add_argument("--copy", action="store_true", help="put the weights into the folder; otherwise it refers to them")
     parser.add_argument("--force", action="store_true", help="go on although the plan holds errors, or other versions made it")
@@ -58,10 +62,13 @@ def plan_to_apply(args: argparse.Namespace) -> Plan:
     if compilation.plan is None:
         raise KtoptError(f"{args.rules}: no plan, for the errors above")
     ask_for_the_rest(compilation)
+    for note in compilation.plan.notes:
+        if note.startswith("place: auto"):
+            print(note, file=sys.stderr)
     return compilation.plan
 
 
 def _no_plan_options(args: argparse.Namespace) -> None:
-    given = [f"--{name}" for name in ("hardware", "device", "dtype", "remap") if getattr(args, name)]
+    given = [f"--{name}" for name in ("hardware", "device", "dtype", "remap", "popularity") if getattr(args, name)]
     if given:
         raise UsageError(f"{args.rules} is a plan, and settles {', '.join(given)} already; give them to ktopt plan instead")

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     threads = parse_threads(args.threads, args.affinity)
     threads.stay_on_cores()
     weights = weights_argument(args)
+    args.room = max((0, *prefill)) + max(depths) + decode or None
     plan = plan_to_apply(args)
     model, load_s = _loaded(plan, weights, threads, args.force)
     from ktopt.runtime.benchmark import baseline_bytes, measure

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ktopt.chat.chatting import Chat
 
 
+TURNS_TOKENS = 4096
+"""Of earlier turns and questions, that `place: auto` makes room for beside an answer."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     add_what_runs(parser)
     parser.add_argument(
@@ -50,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         first += _piped()
         if not first:
             raise UsageError("nothing is asked: standard input is empty, and there is no --prompt_file")
+    args.room = TURNS_TOKENS + args.max_tokens
     loaded = load(args, threads)
     chat, engine = _chat(args, loaded)
     with closing(engine):

@@ -102,6 +102,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prompt that pass the model and its attention at a time (default: what the rules say)",
     )
     group.add_argument(
+        "--popularity",
+        metavar="FILE",
+        help="how often experts are chosen (ktopt profile --experts): where ktopt chooses places, layers are split by it",
+    )
+    group.add_argument(
         "--remap", metavar="FROM=TO", action="append", default=[], help="put TO in FROM's place, such as cuda=cpu; repeatable"
     )
 
@@ -192,12 +197,13 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
         "config": getattr(args, "config", None),
         "mode": getattr(args, "mode", None),
         "storage": getattr(args, "storage", None),
+        "popularity": getattr(args, "popularity", None),
     }
 
 
 def stage_options(args: argparse.Namespace) -> dict[str, Any]:
     """compile_options, with the weights, whose headers are read where selectors ask how they are stored."""
-    return {**compile_options(args), "weights": args.weights}
+    return {**compile_options(args), "weights": args.weights, "room": getattr(args, "room", None)}
 
 
 def remap_argument(pairs: list[str]) -> dict[str, str]:

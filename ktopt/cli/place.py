@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ktopt.authoring.hot_experts import with_hot_experts
 from ktopt.authoring.placing import with_places
 from ktopt.cli.findings import print_report
 from ktopt.cli.options import add_model, add_storage, add_target, compile_options, model_argument, rules_argument, write_text
 from ktopt.cli.table import Column, layout
 from ktopt.cli.terminal import size, style_of
 from ktopt.compiler import run_stages
-from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.diagnostics import KtoptError, Report, UsageError
+from ktopt.parse import parse
 from ktopt.placement import Hardware
 from ktopt.placing.place import DEFAULT_CONTEXT, Placing, place
 from ktopt.plan_options import PlanOptions
-from ktopt.render.style import printable
-from ktopt.source import SourceFile
+from ktopt.popularity import load_popularity
+from ktopt.render.style import plural, printable
+from ktopt.ruleset import RuleSet
+from ktopt.source import Document, SourceFile
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--context: a number of tokens from 1 on, not {args.context}")
     options = compile_options(args)
     hardware: Hardware = options["hardware"]
+    profile = options.pop("popularity")
+    popularity = load_popularity(profile) if profile else None
     rules, model = rules_argument(args.rules), model_argument(args)
     compilation = run_stages(rules, model, weights=args.weights, **{**options, "hardware": None}, plan=False)
     source, ruleset, graph = compilation.document.source, compilation.ruleset, compilation.graph
@@ -49,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         raise KtoptError(f"{source.path} is a list of rules, which has no `place:`; ktopt migrate turns it into the native form")
     stored = _stored(model, args.weights, graph, args.storage)
     given = {name: value for name, value in options.items() if value}
-    placing = place(ruleset, graph, hardware, PlanOptions(**given), stored, args.context)
-    text = with_places(compilation.document, placing.lines)
+    placing = place(ruleset, graph, hardware, PlanOptions(**given), stored, args.context, popularity)
+    text = _written(compilation.document, ruleset, placing)
     _check(SourceFile(source.path, text), graph, {**options, "weights": args.weights})
     if args.output:
         write_text(args.output, text)
@@ -59,6 +66,14 @@ def run(args: argparse.Namespace) -> int:
         if args.output:
             print(f"wrote {args.output}", file=sys.stderr)
     return 0
+
+
+def _written(document: Document, ruleset: RuleSet, placing: Placing) -> str:
+    """The file's text with the placement in it."""
+    if placing.hot is not None:
+        text = with_hot_experts(document, ruleset, placing.hot)
+        document = replace(parse(SourceFile(document.source.path, text), Report()), imports=document.imports)
+    return with_places(document, placing.lines)
 
 
 def _stored(model: Any, weights: Any, graph: Any, usual: str | None) -> Any:
@@ -90,13 +105,28 @@ def _shown(placing: Placing, hardware: Hardware, model: str) -> str:
         f"{printable(model)} on {hardware.name}, {placing.case.context:,} tokens: about {placing.token_us / 1e3:,.1f} ms a decoded "
         f"token, {1e6 / placing.token_us:,.1f} tokens a second"
     )
-    parts = [style.paint(said, "bold"), layout(heads, rows, 80, style), "place:\n" + "\n".join(lines)]
+    parts = [style.paint(said, "bold"), layout(heads, rows, 80, style), *_hot(placing), "place:\n" + "\n".join(lines)]
     notes = []
     if placing.case.assumed:
         notes.append(f"taken for granted, since the machine's description doesn't say: {', '.join(placing.case.assumed)}")
     if not placing.proved:
-        notes.append("the solver's time ran out before it was certain that no placement is better")
+        notes.append("it isn't certain that no placement is better (docs/placement.md#exactness)")
     return "\n\n".join([*parts, *notes])
+
+
+def _hot(placing: Placing) -> list[str]:
+    """How many experts are beside their layer on a card, and how often they are chosen."""
+    if placing.hot is None:
+        return []
+    problem, assignment = placing.case.problem, placing.assignment
+    split = [(i, item.split) for i, item in enumerate(problem.items) if item.split is not None]
+    count = sum(assignment.hot_of(i) for i, _ in split)
+    layers = sum(assignment.hot_of(i) > 0 for i, _ in split)
+    if not count:
+        return ["hot experts: none; all of a layer's are together"]
+    share = sum(s.chosen[assignment.hot_of(i)] for i, s in split if assignment.hot_of(i)) / layers
+    every = sum(len(s.shares) for i, s in split if assignment.hot_of(i))
+    return [f"hot experts: {count:,} of {every:,} in {plural(layers, 'layer')}, which take {share:.0%} of the choices there"]
 
 
 def _key(device: str) -> str:

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.lock and args.storage:
         raise UsageError("--lock writes what ktopt check --locked makes again, which knows no --storage: give --weights to both")
     rules = rules_argument(args.rules) if args.rules is not None else _rules_of_the_mode(args)
+    args.room = args.context
     compilation = run_stages(rules, model_argument(args), **stage_options(args))
     plan = compilation.plan
     errors = show_findings(compilation)

@@ -60,7 +60,7 @@ def rows_of(group: Group, everything: bool = False) -> Row:
     key = (treatment(step), holder, tuple((row.name, row.like, row.key) for row in below))
     at, rules = _at(group), _rules(group)
     if not holder:
-        at, rules = (step.generate_device, *step.replicas), () if step.rule is None else (step.rule,)
+        at, rules = tuple(step.held_bytes), () if step.rule is None else (step.rule,)
     return Row(name, group.count, step, group.nbytes, holder, () if holder and len(at) > 1 else at, rules, key, tuple(below))
 
 
@@ -78,7 +78,7 @@ def _is_holder(group: Group) -> bool:
 
 def _at(group: Group) -> tuple[str, ...]:
     """The devices of a group and of all below it."""
-    return tuple(dict.fromkeys(d for g in group.walk() if not _is_holder(g) for d in (g.step.generate_device, *g.step.replicas)))
+    return tuple(dict.fromkeys(d for g in group.walk() if not _is_holder(g) for d in g.step.held_bytes))
 
 
 def _rules(group: Group) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ def _header(plan: Plan, style: Style) -> str:
 
 
 def _totals(plan: Plan, style: Style) -> str:
-    modules = {d: sum(d in (s.generate_device, *s.replicas) and s.weight_bytes > 0 for s in plan.steps) for d in plan.devices}
+    modules = {d: sum(s.held_bytes.get(d, 0) > 0 for s in plan.steps) for d in plan.devices}
     sums = device_bytes(plan)
     rows = [[d, plural(modules[d], "module"), size(sums.get(d, 0))] for d in sorted(plan.devices) if sums.get(d)]
     rows.append(["together", plural(sum(modules.values()), "module"), size(plan.weight_bytes)])

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     threads.stay_on_cores()
     options = sampling(args)
     text = _text(args.prompt)
+    args.room = tokens_of(text) + args.max_tokens
     loaded = load(args, threads)
     if args.mode == LONG_CONTEXT:
         from ktopt.cli.long_run import run_long
@@ -67,6 +68,12 @@ def _text(prompt: str) -> str:
         what = "-: standard input isn't" if prompt == "-" else "isn't"
         raise UsageError(f"--prompt {what} UTF-8 text") from None
     return text
+
+
+def tokens_of(text: str) -> int:
+    """About how many tokens a text has at most, before there is a tokenizer: one for two letters, and one for each other sign."""
+    letters = sum(map(str.isascii, text))
+    return letters // 2 + len(text) - letters + 1
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rules is None and args.mode != LONG_CONTEXT:
         args.rules = replace(rules_for(model_argument(args), args.device or "cpu"), path=OWN_RULES)
         _tell(f"without RULES, by those that ktopt has for any model on {args.device or 'cpu'}")
+    args.room = args.cache_lens or CACHE_TOKENS
     loaded = load(args, threads)
     _check_class(args.architectures, loaded)
     with ExitStack() as kept:
@@ -314,8 +315,8 @@ def _served(args: argparse.Namespace, loaded: Loaded) -> Served:
     plan = getattr(loaded.model, "ktopt_plan", None)
     weights: dict[str, int] = {}
     for step in plan.steps if plan is not None else ():
-        for device in (step.generate_device, *step.replicas):
-            weights[device] = weights.get(device, 0) + step.weight_bytes
+        for device, count in step.held_bytes.items():
+            weights[device] = weights.get(device, 0) + count
     return Served(
         names=tuple(args.model_name or [Path(loaded.name).stem if loaded.name.endswith(".gguf") else Path(loaded.name).name]),
         plan=plan,

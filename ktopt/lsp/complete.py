@@ -143,8 +143,11 @@ class _Completion:
         if path in (("long_context",), ("kvc2",)):
             return self.settings(path[0])
         if path == ("place",):
+            rest = self.choice("auto", "value", "auto: rest leaves what no line takes to ktopt")
             return [
-                c for c in self.devices() if unquoted(c.insert) not in self.cursor.beside or unquoted(c.insert) == self.cursor.token
+                c
+                for c in [*self.devices(), rest]
+                if unquoted(c.insert) not in self.cursor.beside or unquoted(c.insert) == self.cursor.token
             ]
         if path in (("import", "-"), ("architectures", "-")):
             return self.values(path[0])

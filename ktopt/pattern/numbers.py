@@ -1,8 +1,13 @@
-"""Layer numbers in words and in regexes: "0-9, 12", and ([0-9]|[12][0-9]) for 0 to 29."""
+"""Numbers in words, as ranges and in regexes: "0-9, 12"; "0..9, 12"; and ([0-9]|[12][0-9]) for 0 to 29."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+HIGHEST = 65535
+"""The highest number that ranges in a file may name."""
+_RANGE = re.compile(r"(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?")
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -23,6 +28,32 @@ def in_words(numbers: Iterable[int], most: int = 6) -> str:
     if len(found) > most:
         words.append(f"and {sum(b - a + 1 for a, b in found[most:])} more")
     return ", ".join(words)
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Numbers as a rule file has them: "0..9, 12"."""
+    return ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in runs(numbers))
+
+
+def from_ranges(text: str) -> tuple[int, ...]:
+    """The numbers of "0..9, 12", in order; none of "". ValueError for anything else, and for one that is named twice."""
+    found: list[int] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r:.40} is neither a number nor a range such as 0..7")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last > HIGHEST:
+            raise ValueError(
+                f"{part!r:.40} ends before it begins" if last < first else f"{part!r:.40}: numbers go up to {HIGHEST:,}"
+            )
+        found += range(first, last + 1)
+        if len(found) > HIGHEST + 1:
+            break
+    if len(found) != len(set(found)):
+        twice = next(number for number in found if found.count(number) > 1)
+        raise ValueError(f"{twice} is named twice")
+    return tuple(sorted(found))
 
 
 def number_regex(numbers: Iterable[int]) -> str:

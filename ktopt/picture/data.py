@@ -61,6 +61,7 @@ def _node(plan: Plan, group: Group) -> dict[str, Any]:
         "operator": step.operator,
         "device": step.generate_device,
         "replicas": list(step.replicas),
+        "elsewhere": dict(step.elsewhere),
         "dtype": step.dtype,
         "bytes": group.own_nbytes,
         "bytes_with_children": group.nbytes,

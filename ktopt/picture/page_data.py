@@ -118,6 +118,7 @@ def _facts(step: Step) -> dict[str, Any]:
         "dt": step.dtype,
         "rule": step.rule,
         "rep": list(step.replicas),
+        "else": list(step.elsewhere),
         "runs": {asked: list(runs) for asked, runs in step.runs.items()},
         "st": list(step.stored),
         "in": step.path[len(step.inside) :].count(".") if step.inside else None,

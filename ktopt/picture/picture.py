@@ -97,10 +97,10 @@ def devices_of(plan: Plan, hardware: Hardware | None) -> tuple[DeviceUse, ...]:
     kinds: dict[str, str] = {}
     for step in plan.steps:
         kind = kinds[step.path] = _kind(step, kinds.get(step.path.rpartition(".")[0], ""))
-        for device in (step.generate_device, *step.replicas):
-            if step.weight_bytes:
+        for device, count in step.held_bytes.items():
+            if count:
                 mine = held.setdefault(device, {})
-                mine[kind or "other"] = mine.get(kind or "other", 0) + step.weight_bytes
+                mine[kind or "other"] = mine.get(kind or "other", 0) + count
     found = []
     for name in sorted(held, key=device_order):
         card = hardware.device(name) if hardware else None

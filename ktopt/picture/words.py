@@ -27,7 +27,7 @@ def operator_of(step: Step) -> str:
 
 
 def devices_of(step: Step) -> str:
-    return ", ".join((step.generate_device, *step.replicas))
+    return ", ".join(step.held_bytes)
 
 
 def rule_of(plan: Plan, step: Step) -> str:

@@ -11,9 +11,11 @@ from ktopt.placement import Hardware
 from ktopt.placing.nothing import why_nothing_fits
 from ktopt.placing.problem import Assignment, held_bytes, time_us
 from ktopt.placing.solve import solve
+from ktopt.placing.splits import Hot, with_hot
 from ktopt.placing.units import Case, make_case
 from ktopt.placing.writing import Line, place_lines
 from ktopt.plan_options import PlanOptions
+from ktopt.popularity import Popularity
 from ktopt.ruleset import Place, RuleSet
 from ktopt.selector import parse_selector
 from ktopt.selector.surroundings import Storage, Surroundings
@@ -23,6 +25,8 @@ from ktopt.weights.source import StoredTensor
 
 DEFAULT_CONTEXT = 4096
 """Tokens that there is to be room for where nobody says."""
+AUTO_NOTE = "place: auto"
+"""What a plan's note of that begins with."""
 
 
 class NothingFits(KtoptError):
@@ -36,7 +40,8 @@ class NothingFits(KtoptError):
 @dataclass(frozen=True)
 class Placing:
     """A placement: the case, which device each item is on, the estimated time of a decoded token, what each device then holds
-    (cache and passing memory included), whether none is better, and the lines of the map."""
+    (cache and passing memory included), whether none is better, the lines of the map, and hot experts by rule and layer (None where
+    nothing is known of how often they are chosen)."""
 
     case: Case
     assignment: Assignment
@@ -44,6 +49,7 @@ class Placing:
     held: Mapping[str, int]
     proved: bool
     lines: tuple[Line, ...]
+    hot: Hot | None = None
 
 
 def place(
@@ -53,13 +59,14 @@ def place(
     options: PlanOptions,
     stored: Mapping[str, StoredTensor] | None = None,
     context: int | None = None,
+    popularity: Popularity | None = None,
 ) -> Placing:
-    """The best placement of what a native rule set leaves free. NothingFits where none fits; KtoptError where the model or its pins
-    can't be placed, or the solver is missing."""
+    """The best placement of what a native rule set leaves free, with `popularity` of single experts too. NothingFits where none
+    fits; KtoptError where the model or its pins can't be placed, or the solver is missing."""
     tokens = context or DEFAULT_CONTEXT
 
     def case_of(tokens: int) -> Case:
-        return make_case(ruleset, graph, hardware, options, stored, tokens)
+        return make_case(ruleset, graph, hardware, options, stored, tokens, popularity)
 
     case = case_of(tokens)
     solution = solve(case.problem)
@@ -73,6 +80,7 @@ def place(
         dict(zip(problem.devices, held_bytes(problem, assignment), strict=True)),
         solution.proved,
         tuple(_lines(ruleset, graph, hardware, case, assignment, stored)),
+        None if popularity is None else _hot(case, assignment),
     )
 
 
@@ -83,18 +91,23 @@ def place_automatically(
     options: PlanOptions,
     stored: Mapping[str, StoredTensor] | None,
     report: Report,
-) -> RuleSet:
-    """The rule set with a map in the place of `place: auto`. KT506 where nothing fits, and the rule set without a map."""
+) -> tuple[RuleSet, str]:
+    """The rule set with a map in the place of `place: auto`, and what a plan has to say of it. KT506 where nothing fits, and the
+    rule set without a map."""
     assert ruleset.auto is not None
+    tokens = options.context or max(DEFAULT_CONTEXT, options.room or 0)
     try:
-        return placed(ruleset, place(ruleset, graph, hardware, options, stored, options.context))
+        placing = place(ruleset, graph, hardware, options, stored, tokens, options.popularity)
     except NothingFits as error:
         report.error("KT506", error.message, ruleset.auto.origin, help=error.help)
-        return replace(ruleset, auto=None)
+        return replace(ruleset, auto=None), ""
+    return placed(ruleset, placing), f"{AUTO_NOTE} made room for a context of {tokens:,} tokens"
 
 
 def placed(ruleset: RuleSet, placing: Placing) -> RuleSet:
-    """The rule set with the placement's lines behind its own."""
+    """The rule set with the placement's lines behind its own, and its hot experts in its rules."""
+    if placing.hot is not None:
+        ruleset = with_hot(ruleset, placing.hot)
     assert ruleset.auto is not None
     origin = ruleset.auto.origin
     return replace(ruleset, auto=None, places=(*ruleset.places, *(_place(line, origin) for line in placing.lines if line.added)))
@@ -104,6 +117,17 @@ def _place(line: Line, origin: Origin) -> Place:
     selector = parse_selector(line.added, origin, {}, Report())
     assert selector is not None, line.added
     return Place(line.device, selector, origin)
+
+
+def _hot(case: Case, assignment: Assignment) -> Hot:
+    """Of each rule that makes experts which can be split, those that are hot, by layer."""
+    found: dict[int, dict[int, tuple[int, ...]]] = {}
+    for number, chosen in enumerate(case.chosen):
+        if chosen is not None:
+            layers = found.setdefault(chosen.rule, {})
+            if (count := assignment.hot_of(number)) and chosen.module.layer is not None:
+                layers[chosen.module.layer] = tuple(sorted(chosen.order[:count]))
+    return found
 
 
 def _lines(
@@ -126,7 +150,7 @@ def _lines(
     free = [index for index in wanted if graph.modules[index].tensors or graph.modules[index].role in ("attention", "rotary")]
     pinned = {index: device for index, device in case.pins.items() if graph.modules[index].tensors}
     storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
-    written = [] if ruleset.auto is not None else [
+    written = [
         (p.device, p.selector.text, _taken(p, graph, hardware, storage)) for p in ruleset.places if p.origin.file == ruleset.path
     ]  # fmt: skip
     return place_lines(graph, {**pinned, **{i: wanted[i] for i in free}}, free, written)

@@ -22,7 +22,7 @@ ENDLESS = 1 << 60
 
 
 @dataclass(frozen=True)
-class _Segment:
+class Segment:
     """A kind of device, and items from `first` to before `past`."""
 
     kind: int
@@ -30,26 +30,26 @@ class _Segment:
     past: int
 
 
-_Used = tuple[int, ...]
+Used = tuple[int, ...]
 _Path = tuple[Any, ...]
 """(path before, segment, experts kept of each kind), or () at the beginning."""
-_Step = tuple[_Segment, tuple[float, float], list[int]]
+_Step = tuple[Segment, tuple[float, float], list[int]]
 _Kept = TypeVar("_Kept")
 
 
-class _Segments:
+class Segments:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.kinds = kinds_of(problem)
         self.last = len(problem.items)
-        self.none_used: _Used = (0,) * len(self.kinds)
+        self.none_used: Used = (0,) * len(self.kinds)
         self.experts: list[Part] = list(dict.fromkeys(item.experts for item in problem.items if item.experts is not None))
         kinds = [None if item.experts is None else self.experts.index(item.experts) for item in problem.items]
         self.before = [list(accumulate((kind == k for kind in kinds), initial=0)) for k in range(len(self.experts))]
         self.homes_before = {kind[0]: self._homes_before(kind[0]) for kind in self.kinds}
         self.room = {s: room for kind in range(len(self.kinds)) for s, room in self._segments(kind)}
 
-    def _segments(self, kind: int) -> Iterator[tuple[_Segment, int]]:
+    def _segments(self, kind: int) -> Iterator[tuple[Segment, int]]:
         """Those whose homes a device of this kind may have and has room for, each with what it has left."""
         d, problem = self.kinds[kind][0], self.problem
         limit = problem.room_bytes[d]
@@ -65,16 +65,16 @@ class _Segments:
                 if not item.home.allows(d):
                     break
                 if left >= 0 or d == CPU:
-                    yield _Segment(kind, first, past), left
+                    yield Segment(kind, first, past), left
 
-    def device(self, segment: _Segment) -> int:
+    def device(self, segment: Segment) -> int:
         return self.kinds[segment.kind][0]
 
-    def counts(self, segment: _Segment) -> list[int]:
+    def counts(self, segment: Segment) -> list[int]:
         """How many experts of each kind its items have."""
         return [before[segment.past] - before[segment.first] for before in self.before]
 
-    def homes_us(self, segment: _Segment) -> float:
+    def homes_us(self, segment: Segment) -> float:
         """The time of a segment's homes, with the way to it, and the way from and to its experts, as if they all were elsewhere."""
         d = self.device(segment)
         time = self.homes_before[d][segment.past] - self.homes_before[d][segment.first]
@@ -95,7 +95,7 @@ class _Segments:
         hop = 2 * (self.problem.hop_us[d] + self.problem.hop_us[CPU])
         return [p.time_us[CPU] + hop - p.time_us[d] if p.allows(d) else -INFINITE for p in self.experts]
 
-    def kept(self, segment: _Segment) -> tuple[list[int], float] | None:
+    def kept(self, segment: Segment) -> tuple[list[int], float] | None:
         """How many experts of each kind a segment keeps best, where main memory has room for the others, and the time of all of its
         experts; None where those that can't be in main memory don't fit."""
         d, counts = self.device(segment), self.counts(segment)
@@ -120,9 +120,9 @@ class _Segments:
     def shortest(self) -> Assignment | None:
         """The best path where main memory holds whatever comes to it, by dynamic programming over the items passed and the
         devices of each kind used; None where there is none."""
-        reached: list[dict[_Used, tuple[float, _Path]]] = [{} for _ in range(self.last + 1)]
+        reached: list[dict[Used, tuple[float, _Path]]] = [{} for _ in range(self.last + 1)]
         reached[0][self.none_used] = (0.0, ())
-        steps: dict[int, list[tuple[_Segment, list[int], float]]] = {}
+        steps: dict[int, list[tuple[Segment, list[int], float]]] = {}
         for s in self.room:
             if (kept := self.kept(s)) is not None:
                 steps.setdefault(s.first, []).append((s, kept[0], self.homes_us(s) + kept[1]))
@@ -136,7 +136,7 @@ class _Segments:
         best = min(reached[self.last].values(), key=lambda each: each[0], default=None)
         return None if best is None else self.assignment(best[1])
 
-    def with_one_more(self, used: _Used, s: _Segment) -> _Used | None:
+    def with_one_more(self, used: Used, s: Segment) -> Used | None:
         """How many devices of each kind are used with a segment more, None where none is left; main memory is not counted."""
         if self.device(s) == CPU:
             return used
@@ -152,11 +152,11 @@ class _Segments:
             steps.setdefault(s.first, []).extend(self._steps(s))
         least_us, least_bytes = self._to_go(steps, 0), self._to_go(steps, 1)
         best, best_path = INFINITE, None
-        ways: list[dict[tuple[_Used, int], list[tuple[float, int, _Path]]]] = [{} for _ in range(self.last + 1)]
+        ways: list[dict[tuple[Used, int], list[tuple[float, int, _Path]]]] = [{} for _ in range(self.last + 1)]
         ways[0][self.none_used, 0] = [(0.0, 0, ())]
         for first in range(self.last):
             for (used, flags), found in ways[first].items():
-                for so_far, held, path in _undominated(found):
+                for so_far, held, path in undominated(found):
                     for s, costs, kept in steps.get(first, ()):
                         then = self.with_one_more(used, s)
                         if then is None:
@@ -176,7 +176,7 @@ class _Segments:
             ways[first] = {}
         return None if best_path is None else self.assignment(best_path)
 
-    def _steps(self, s: _Segment) -> list[_Step]:
+    def _steps(self, s: Segment) -> list[_Step]:
         """The ways in which a segment may keep its experts, none better than another in both: each with its time and with what it
         leaves to main memory."""
         d, counts, part = self.device(s), self.counts(s), self.experts
@@ -193,28 +193,28 @@ class _Segments:
                 here = sum(k * p.time_us[d] for k, p in zip(kept, part, strict=True) if k) if d != CPU else 0.0
                 time = self.homes_us(s) + here + sum(n * (p.time_us[CPU] + hop) for n, p in away)
                 made.append((time, homes + sum(n * p.held_bytes[CPU] for n, p in away), kept))
-        return [(s, (time, float(held)), kept) for time, held, kept in _undominated(made)]
+        return [(s, (time, float(held)), kept) for time, held, kept in undominated(made)]
 
-    def _flags(self, s: _Segment, flags: int) -> int:
+    def _flags(self, s: Segment, flags: int) -> int:
         """What main memory has after a segment: 1, homes of layers; 2, the first item."""
         if self.device(s) != CPU:
             return flags
         layers = any(item.number is not None for item in self.problem.items[s.first : s.past])
         return flags | layers | 2 * (s.first == 0)
 
-    def _shared(self, s: _Segment, before: int, after: int) -> int:
+    def _shared(self, s: Segment, before: int, after: int) -> int:
         """What main memory holds once: for a moment with its first layer, and what its first and its last item share."""
         passing = self.problem.transient_bytes[CPU] if after & 1 > before & 1 else 0
         tied = bool(self.problem.tied_bytes) and after & 2 and s.past == self.last and self.device(s) == CPU
         return passing - (self.problem.tied_bytes[CPU] if tied else 0)
 
-    def _to_go(self, steps: Mapping[int, Sequence[_Step]], which: int) -> list[dict[_Used, float]]:
+    def _to_go(self, steps: Mapping[int, Sequence[_Step]], which: int) -> list[dict[Used, float]]:
         """The least time (0), or the least in main memory (1), from each item on, by the devices used before it."""
         states = {self.none_used}
         for kind, devices in enumerate(self.kinds):
             if devices[0] != CPU:
                 states |= {(*u[:kind], n, *u[kind + 1 :]) for u in states for n in range(len(devices) + 1)}
-        left: list[dict[_Used, float]] = [{} for _ in range(self.last + 1)]
+        left: list[dict[Used, float]] = [{} for _ in range(self.last + 1)]
         left[self.last] = dict.fromkeys(states, 0.0)
         for first in range(self.last - 1, -1, -1):
             least: dict[tuple[int, int], float] = {}
@@ -224,7 +224,7 @@ class _Segments:
             for used in states:
                 best = INFINITE
                 for (kind, past), cost in least.items():
-                    then = self.with_one_more(used, _Segment(kind, first, past))
+                    then = self.with_one_more(used, Segment(kind, first, past))
                     if then is not None:
                         best = min(best, cost + left[past].get(then, INFINITE))
                 if best < INFINITE:
@@ -233,7 +233,7 @@ class _Segments:
 
     def assignment(self, path: _Path) -> Assignment:
         """Of a path, its last step first. Devices of a kind are taken in their order."""
-        steps: list[tuple[_Segment, Sequence[int]]] = []
+        steps: list[tuple[Segment, Sequence[int]]] = []
         while path:
             path, s, kept = path
             steps.append((s, kept))
@@ -246,7 +246,7 @@ class _Segments:
             experts += self._experts(s, d, kept)
         return Assignment(tuple(homes), tuple(experts))
 
-    def _experts(self, s: _Segment, d: int, kept: Sequence[int]) -> list[int | None]:
+    def _experts(self, s: Segment, d: int, kept: Sequence[int]) -> list[int | None]:
         """Where a segment's experts are: the first ones of each kind are kept."""
         items, here = self.problem.items, set[int]()
         for part, count in zip(self.experts, kept, strict=True):
@@ -289,7 +289,7 @@ def _ways_to_keep(counts: Sequence[int], sizes: Sequence[int | None], room: int)
             yield [count, *others]
 
 
-def _undominated(ways: Iterable[tuple[float, int, _Kept]]) -> list[tuple[float, int, _Kept]]:
+def undominated(ways: Iterable[tuple[float, int, _Kept]]) -> list[tuple[float, int, _Kept]]:
     """Of (time, bytes, ...) those of which none other is better in one and as good in the other, the fastest first."""
     found: list[tuple[float, int, _Kept]] = []
     for way in sorted(ways, key=lambda each: each[:2]):
@@ -303,8 +303,9 @@ def kinds_of(problem: Problem) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for d in range(len(problem.devices)):
         columns = tuple((p.held_bytes[d], p.time_us[d]) for i in problem.items for p in (i.home, i.experts) if p is not None)
+        splits = tuple((s.held_bytes[d], s.time_us[d], s.op_us[d]) for i in problem.items if (s := i.split) is not None)
         guests = any(d in item.guests for item in problem.items)
-        key = (problem.room_bytes[d], problem.hop_us[d], problem.transient_bytes[d], problem.fixed_bytes[d], columns)
+        key = (problem.room_bytes[d], problem.hop_us[d], problem.transient_bytes[d], problem.fixed_bytes[d], columns, splits)
         groups.setdefault((key, problem.tied_bytes[d : d + 1], d if guests or d == CPU else -1), []).append(d)
     return list(groups.values())
 
@@ -313,7 +314,7 @@ def solve_by_segments(problem: Problem) -> Solution | None:
     """The placement with the least time among those in which each accelerator has one stretch of items; None where none fits."""
     if any(room is not None and fixed > room for room, fixed in zip(problem.room_bytes, problem.fixed_bytes, strict=True)):
         return None
-    built = _Segments(problem)
+    built = Segments(problem)
     best, room = built.shortest(), problem.room_bytes[CPU]
     if best is not None and room is not None and not fits(problem, best):
         best = built.within(room - problem.fixed_bytes[CPU])

@@ -1,5 +1,5 @@
-"""The best placement: where nothing is pinned to an accelerator, a path (segments.py); else by mixed-integer programming, HiGHS
-through scipy.
+"""The best placement: where nothing is pinned to an accelerator, a path (segments.py, and popular.py where it is known how often
+each expert is chosen); else by mixed-integer programming, HiGHS through scipy.
 
 Layers in a row that are alike are counted, not numbered. For a run r of them and a device d:
 
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from ktopt.placing.popular import filled, solve_by_popularity
 from ktopt.placing.problem import CPU, Assignment, Problem, Solution, runs_of
 from ktopt.placing.program import MIB, Program, Term, Values
 from ktopt.placing.segments import kinds_of, solve_by_segments
@@ -27,8 +28,17 @@ from ktopt.placing.segments import kinds_of, solve_by_segments
 def solve(problem: Problem) -> Solution | None:
     """The placement with the least time among those that fit, in which an accelerator to which nothing is pinned has one stretch of
     items; None where none fits. KtoptError without scipy, or where the solver found nothing in its time."""
-    found = solve_by_runs(problem) if problem.pinned else solve_by_segments(problem)
-    return None if found is None else replace(found, assignment=_tidied(problem, found.assignment))
+    splits = any(item.split is not None for item in problem.items)
+    if splits and not problem.pinned:
+        found = solve_by_popularity(problem)
+    else:
+        found = solve_by_runs(problem) if problem.pinned else solve_by_segments(problem)
+    if found is None:
+        return None
+    made = _tidied(problem, found.assignment)
+    if splits and problem.pinned:
+        return Solution(filled(problem, made), proved=False)
+    return replace(found, assignment=made)
 
 
 def _tidied(problem: Problem, assignment: Assignment) -> Assignment:
@@ -42,6 +52,8 @@ def _tidied(problem: Problem, assignment: Assignment) -> Assignment:
                 names[old] = new
     homes = tuple(names[d] for d in assignment.homes)
     experts = [None if d is None else names[d] for d in assignment.experts]
+    if any(item.split is not None for item in problem.items):
+        return Assignment(homes, tuple(experts), assignment.hot)
     starts = [i for i, d in enumerate(homes) if not i or homes[i - 1] != d]
     turned = False
     for first, past in zip(starts, [*starts[1:], len(homes)], strict=True):

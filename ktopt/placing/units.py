@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ktopt.diagnostics import KtoptError, Report
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.match import Matches, match
 from ktopt.placement import Device, Hardware
-from ktopt.placing.problem import INFINITE, Item, Part, Problem
+from ktopt.placing.problem import INFINITE, Item, Part, Problem, Split
 from ktopt.placing.speeds import hop_us, read_us, settled_speeds
+from ktopt.placing.splits import Chosen, Sides, splitting_rule, without_hot
 from ktopt.plan import Plan, Step
 from ktopt.plan_options import PlanOptions
 from ktopt.planning import make_plan
+from ktopt.popularity import Popularity, check_popularity, experts_in, hot_ids
 from ktopt.registry import find
 from ktopt.ruleset import RuleSet
 from ktopt.weights.source import StoredTensor
@@ -65,6 +68,7 @@ class Case:
     assumed: tuple[str, ...]
     plans: tuple[Plan, ...]
     context: int
+    chosen: tuple[Chosen | None, ...] = ()
 
 
 def make_case(
@@ -74,12 +78,16 @@ def make_case(
     options: PlanOptions,
     stored: Mapping[str, StoredTensor] | None,
     context: int,
+    popularity: Popularity | None = None,
 ) -> Case:
-    """The case of a rule set without what its `place:` leaves to ktopt. KtoptError for models and pins that can't be placed."""
+    """The case of a rule set without what its `place:` leaves to ktopt; with `popularity`, hot experts are left to it too.
+    KtoptError for models, pins and profiles that can't be placed."""
     layers = {m.parent for m in graph.modules if m.layer is not None and graph.modules[m.parent].layer is None}
     if len(layers) != 1:
         raise KtoptError(f"{graph.name or 'this model'} has no single list of decoder layers, so there is no order to place it in")
-    return _Builder(ruleset, graph, hardware, options, stored, context).case()
+    if popularity is not None:
+        check_popularity(popularity, graph)
+    return _Builder(ruleset, graph, hardware, options, stored, context, popularity).case()
 
 
 class _Builder:
@@ -91,15 +99,17 @@ class _Builder:
         options: PlanOptions,
         stored: Mapping[str, StoredTensor] | None,
         context: int,
+        popularity: Popularity | None,
     ) -> None:
         self.graph, self.context, self.ruleset, self.options = graph, context, ruleset, options
+        self.popularity, self.whole = popularity, without_hot(ruleset)
         self.devices = [Device("cpu", hardware.ram_bytes), *hardware.devices]
         self.names = [d.name for d in self.devices]
         self.hardware = hardware
         speeds, self.assumed = settled_speeds(hardware)
         self.speeds = [speeds[name] for name in self.names]
         storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
-        self.matches = match(ruleset, graph, hardware, Report(), storage=storage)
+        self.matches = match(self.whole, graph, hardware, Report(), storage=storage)
         self.plans = self._plans(stored)
         self.pins = self._pins()
         self.piece = min(context, prompt_piece(self.plans[0]) or context)
@@ -117,7 +127,7 @@ class _Builder:
             key = (device.kind, device.sm)
             if key not in made:
                 options = replace(self.options, device=device.name)
-                made[key] = make_plan(self.ruleset, self.graph, self.matches, options, Report(), stored)
+                made[key] = make_plan(self.whole, self.graph, self.matches, options, Report(), stored)
             plans.append(made[key])
         return plans
 
@@ -145,18 +155,22 @@ class _Builder:
 
     def case(self) -> Case:
         groups = self._groups()
-        items, homes, experts = [], [], []
+        items, homes, experts, chosen = [], [], [], list[Chosen | None]()
         for label, number, own, routed in groups:
             pile, guests = self._pile(own)
+            picked, split = self._split(routed) if self.popularity is not None else (None, None)
+            routed_pile, routed_guests = self._pile(routed)
+            if self.popularity is None:
+                self._move_hot(routed, routed_pile, pile)
             home = pile.part(pile.drawn)
             if number is None and label == "head":
                 home = self._tied_head(own, home)
             routed_part = None
             if routed:
-                routed_pile, routed_guests = self._pile(routed)
                 routed_part = routed_pile.part(routed_pile.drawn)
                 guests |= routed_guests
-            items.append(Item(home, routed_part, tuple(sorted(guests)), label, number))
+            items.append(Item(home, routed_part, tuple(sorted(guests)), label, number, split))
+            chosen.append(picked)
             homes.append(tuple(m.index for m in own if m.index not in self.pins))
             experts.append(tuple(m.index for m in routed if m.index not in self.pins))
         problem = Problem(
@@ -170,7 +184,52 @@ class _Builder:
             self._tied_bytes(),
             tuple(sorted({self.names.index(pin) for pin in self.pins.values()} - {0})),
         )
-        return Case(problem, tuple(homes), tuple(experts), self.pins, tuple(self.assumed), tuple(self.plans), self.context)
+        plans, assumed = tuple(self.plans), tuple(self.assumed)
+        return Case(problem, tuple(homes), tuple(experts), self.pins, assumed, plans, self.context, tuple(chosen))
+
+    @cached_property
+    def sides(self) -> dict[float, Sides]:
+        return {}
+
+    def _sides(self, module: Module) -> Sides:
+        chosen = self._share_read(module) * experts_in(module)
+        return self.sides.setdefault(chosen, Sides(self.plans, self.devices, self.speeds, chosen))
+
+    def _split(self, routed: Sequence[Module]) -> tuple[Chosen, Split] | tuple[None, None]:
+        """Of a layer's experts that are not pinned to an accelerator, which is chosen how often."""
+        module = next((m for m in routed if experts_in(m)), None)
+        if module is None or self.popularity is None or self.pins.get(module.index, "cpu") != "cpu":
+            return None, None
+        rule, shares = splitting_rule(self.matches, module), self.popularity.shares(module.path)
+        order = tuple(sorted(range(len(shares)), key=lambda number: (-shares[number], number)))
+        config = self.ruleset.rules[rule].replace.config
+        split = self._sides(module).split(module, config, [shares[number] for number in order])
+        return Chosen(module, rule, order), split
+
+    def _move_hot(self, routed: Sequence[Module], pile: _Pile, home: _Pile) -> None:
+        """Hot experts that the file names are where their block is, or on the device that it says. Each is taken to be chosen as
+        often as any other."""
+        module = next((m for m in routed if experts_in(m)), None)
+        rule = None if module is None else self.matches.decisions[module.index].rule
+        if module is None or rule is None:
+            return
+        config: Any = self.ruleset.rules[rule].replace.config
+        hot, count = len(hot_ids(config, module.layer)), experts_in(module)
+        if not hot:
+            return
+        split = self._sides(module).split(module, config, [1 / count] * count)
+        asked = None if config.hot_device is None else self.names.index(self.options.place(config.hot_device))
+        for d, speed in enumerate(self.speeds):
+            pile.held[d] -= pile.held[d] * hot // count
+            pile.time[d] -= (pile.time[d] - speed.op_us) * hot / count if pile.time[d] != INFINITE else 0.0
+            if asked in (None, d):
+                held, time = hot * split.held_bytes[d], speed.op_us + split.time_us[d] * hot / count
+                if asked is None:
+                    home.held[d] += held
+                    home.time[d] += time
+                else:
+                    self.fixed_bytes[d] += held
+                    self.fixed_us += time
 
     def _groups(self) -> list[tuple[str, int | None, list[Module], list[Module]]]:
         """Each item's label, layer, modules of its home, and of its experts."""

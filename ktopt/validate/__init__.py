@@ -128,7 +128,10 @@ class _Reader:
             self.auto = self.auto or Auto(shape.origin(place))
         else:
             for device, node in self.entries(shape, top, "place", '`"cuda:0": "layer in 0..29"`, or `auto`'):
-                self.place(shape.inside("place"), device, node, lets)
+                if device.value == "auto":
+                    self.rest(shape.inside("place"), device, node)
+                else:
+                    self.place(shape.inside("place"), device, node, lets)
         for imported in document.imports:
             if id(imported) not in self.read:
                 self.document(imported)
@@ -196,6 +199,15 @@ class _Reader:
         selector = read_selector(shape.inside(str(device.value)), node, text, lets)
         if selector is not None and name:
             self.places.append(Place(name, selector, shape.origin(device)))
+
+    def rest(self, shape: Shape, key: Scalar, node: Node) -> None:
+        """`auto: rest`: what no line takes is left to ktopt."""
+        if isinstance(node, Scalar) and node.value == "rest":
+            self.auto = self.auto or Auto(shape.origin(key))
+            return
+        fix = shape.rewrite("write rest", node, "rest", safe=False) if isinstance(node, Scalar) else None
+        message = f"`auto` takes what no other line takes: its value is `rest`, not {kind_of(node)}"
+        shape.error("KT207", message, node, help="write `auto: rest`, and a line for each device that you choose yourself", fix=fix)
 
     def settings(self, shape: Shape, top: Mapping) -> None:
         """version, architectures, dtype, default_device."""

@@ -20,7 +20,7 @@ from ktopt.ruleset import Replacement
 from ktopt.source import Mapping, Node, Scalar, Span, plain
 from ktopt.validate.shape import Shape, alike, unquoted_boolean
 
-PHASES = (("generate_op", "generate_device"), ("prefill_op", "prefill_device"))
+PHASES = (("generate_op", "generate_device"), ("prefill_op", "prefill_device"), ("hot_op", "hot_device"))
 
 
 def find_operator(shape: Shape, name: str, node: Node) -> OperatorSpec | None:

@@ -32,6 +32,7 @@ from ktopt.operators.modules.attention_function import NAME as BLOCKS
 from ktopt.operators.modules.decoder_blocks import KINDS, run_blocked
 from ktopt.operators.modules.decoder_pages import run_paged
 from ktopt.operators.modules.dynamic_attention import Blocked, KDynamicAttention
+from ktopt.operators.modules.experts_split import KSplitExperts
 from ktopt.operators.modules.fusing import Fused, describe
 from ktopt.operators.modules.masks import first_tokens
 from ktopt.operators.modules.mixing import Mixed, mix
@@ -71,6 +72,8 @@ class KDecoderLayer(Mixed, nn.Module):
         if not there:
             _say("layers are left as they are", why_not)
             return original
+        if any(isinstance(child, KSplitExperts) for child in original.modules()):
+            return original  # as the plan says
         made = mix(cls, original)
         described = describe(made)
         if isinstance(described, str):

@@ -21,6 +21,7 @@ from ktopt.implementation import BuildContext
 from ktopt.operators.experts import KEXPERTS_MARLIN, not_gated_and_fused
 from ktopt.operators.modules.linear import cpu_kernels
 from ktopt.operators.modules.low_bit import refuse_older
+from ktopt.popularity import hot_ids
 
 log = logging.getLogger(__name__)
 
@@ -86,40 +87,15 @@ class KTransformersExperts(nn.Module):
         """
         if isinstance(original, nn.ModuleList):
             return original
-        reason = not_gated_and_fused(context.module, context.config) or computes_otherwise(original)
+        reason = not_gated_and_fused(context.module) or computes_otherwise(original)
         if reason:
             raise KtoptError(f"{context.step.path}: KTransformersExperts can't replace these experts: {reason}")
-        chosen = cls
-        if context.op == "KExpertsMarlin":
-            from ktopt.operators.modules.experts_cuda import KExpertsMarlin
+        if hot_ids(context.config, context.module.layer):
+            from ktopt.operators.modules.experts_split import KSplitExperts
 
-            refuse_older(context.device, KEXPERTS_MARLIN.least_sm, context.op)
-            chosen = KExpertsMarlin
-        elif context.op != "KExpertsCPU":
-            context.require_op("KExpertsTorch")
-        elif cpu_kernels("KExpertsCPU", "KExpertsTorch"):
-            from ktopt.operators.modules.experts_cpu import KExpertsCPU, kernel_activation
-
-            if kernel_activation(original.act_fn):
-                chosen = KExpertsCPU
-            else:
-                log.warning(
-                    "%s: KExpertsCPU gives way to KExpertsTorch, whose weights take more memory: there is no CPU kernel for the "
-                    "activation %s",
-                    context.step.path,
-                    type(original.act_fn).__name__,
-                )
-        experts, hidden, intermediate = original.down_proj.shape
-        made = chosen(
-            experts,
-            hidden,
-            intermediate,
-            original.act_fn,
-            getattr(context.config, "out_device", None),
-            device="meta",
-            dtype=context.dtype,
-        )
-        return made.train(original.training)
+            return KSplitExperts.build(original, context).train(original.training)
+        out_device = getattr(context.config, "out_device", None)
+        return experts_like(original, context, original.down_proj.shape[0], out_device).train(original.training)
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden_states (T, H), top_k_index (T, K) of integers, top_k_weights (T, K) to (T, H) in hidden_states' dtype."""
@@ -142,6 +118,32 @@ class KTransformersExperts(nn.Module):
         """Each expert's rows times its matrix of that name, in the weight's dtype."""
         weight = getattr(self, name)
         return grouped_product(rows.to(weight.dtype), weight, ends_E)
+
+
+def experts_like(original: Any, context: BuildContext, count: int, out_device: str | None = None) -> KTransformersExperts:
+    """A meta module of so many experts of the original's size, by the op of the context."""
+    chosen = KTransformersExperts
+    if context.op == "KExpertsMarlin":
+        from ktopt.operators.modules.experts_cuda import KExpertsMarlin
+
+        refuse_older(context.device, KEXPERTS_MARLIN.least_sm, context.op)
+        chosen = KExpertsMarlin
+    elif context.op != "KExpertsCPU":
+        context.require_op("KExpertsTorch")
+    elif cpu_kernels("KExpertsCPU", "KExpertsTorch"):
+        from ktopt.operators.modules.experts_cpu import KExpertsCPU, kernel_activation
+
+        if kernel_activation(original.act_fn):
+            chosen = KExpertsCPU
+        else:
+            log.warning(
+                "%s: KExpertsCPU gives way to KExpertsTorch, whose weights take more memory: there is no CPU kernel for the "
+                "activation %s",
+                context.step.path,
+                type(original.act_fn).__name__,
+            )
+    _, hidden, intermediate = original.down_proj.shape
+    return chosen(count, hidden, intermediate, original.act_fn, out_device, device="meta", dtype=context.dtype)
 
 
 def computes_otherwise(original: nn.Module) -> str:

@@ -65,7 +65,7 @@ class Old:
             kept["prefill_device"] = self.prefill
         for f in fields(config):
             value, is_device = getattr(config, f.name), f.metadata.get("device")
-            if f.name not in given and is_device and not f.metadata.get("ignored") and f.name not in DEVICES:
+            if f.name not in given and is_device and not f.metadata.get("ignored") and f.name not in (*DEVICES, "hot_device"):
                 kept |= {f.name: None} if any(place not in (None, self.generate) for place in places) else {}
             if f.name not in given or f.name in (*DEVICES, "transfer_map"):
                 continue

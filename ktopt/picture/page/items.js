@@ -26,7 +26,7 @@ function prepare(node) {
   node.modules = node.v ? 0 : 1;
   node.total = typeof node.b === "number" ? node.b : null;
   node.devices = new Set();
-  if (isPlaced(node)) for (const device of [facts[node.f].dev, ...(facts[node.f].rep || [])]) node.devices.add(device);
+  if (isPlaced(node)) for (const device of [facts[node.f].dev, ...(facts[node.f].rep || []), ...(facts[node.f].else || [])]) node.devices.add(device);
   for (const child of node.s || []) {
     prepare(child);
     node.modules += child.many * child.modules;

@@ -65,8 +65,7 @@ def plan_summary(found: Plan) -> dict[str, Any]:
     devices: Counter[str] = Counter()
     operators: Counter[str] = Counter()
     for step in found.steps:
-        for device in (step.generate_device, *step.replicas):
-            devices[device] += step.weight_bytes
+        devices.update(step.held_bytes)
         operators[step.operator] += step.weight_bytes
     told = [step for step in found.steps if step.weight_bytes or step.rule is not None]
     return {

@@ -1,0 +1,40 @@
+"""Whether the op that a rule names runs where its modules are: by kind of device, and by how old a card is."""
+
+from __future__ import annotations
+
+from ktopt.diagnostics import Report
+from ktopt.operator import Op, OperatorSpec, op_on
+from ktopt.placement import Hardware, device_kind
+from ktopt.ruleset import Rule
+
+NAMED = ("generate_op", "hot_op")
+"""The kwargs whose op must run; another gives way without a word."""
+
+
+def young_enough(hardware: Hardware | None, rule: Rule, spec: OperatorSpec, op: Op, kwarg: str, device: str, report: Report) -> Op:
+    """The op, or a counterpart where nobody asked for it and the machine's device is too old for it; KT406 where a rule did."""
+    found = hardware.device(device) if hardware else None
+    if found is None or found.sm is None or found.sm >= op.least_sm:
+        return op
+    other, _ = op_on(spec, spec.ops[op.counterpart], device)
+    if kwarg not in rule.replace.given:
+        return other
+    if kwarg in NAMED:
+        needs = f"{op.name} needs compute capability {op.least_sm / 10:.1f}, and {device} has {found.sm / 10:.1f}"
+        origin = rule.replace.kwarg_origins.get(kwarg, rule.replace.origin)
+        help = f"name {other.name}, or place the modules on a newer device"
+        report.error("KT406", f"rule {rule.number} kwargs.{kwarg}: {needs}", origin, help=help)
+    return op
+
+
+def check_op(rule: Rule, kwarg: str, asked: Op, chosen: Op, device: str, report: Report) -> None:
+    """KT406: the op that a rule names doesn't run where its modules are; without a remapping that is a mistake."""
+    kind, kinds = device_kind(device), " or ".join(asked.devices)
+    if kind in asked.devices or kwarg not in NAMED:
+        return
+    report.error(
+        "KT406",
+        f"rule {rule.number} kwargs.{kwarg}: {asked.name} runs on {kinds} only, and its modules are on {device}",
+        rule.replace.kwarg_origins.get(kwarg, rule.replace.origin),
+        help=f"name {chosen.name} for {kind}, or place the modules on {kinds}",
+    )
