@@ -34,7 +34,7 @@ TINY = {
 }
 """By folder, the tiny model of the kind."""
 WITH_CARDS = (
-    "deepseek-v2-lite/24gb", "deepseek-v3/2x24gb", "qwen3-235b-a22b/8x80gb", "glm-4.5-air/2x24gb", "mixtral/24gb",
+    "deepseek-v2-lite/24gb", "deepseek-v3/2x24gb", "qwen3-235b-a22b/24gb", "glm-4.5-air/2x24gb", "mixtral/24gb",
     "llama-3.1-70b/24gb", "qwen3-next/24gb",
 )  # fmt: skip
 """Of each kind of model a set, and of each kind of set."""

@@ -80,11 +80,11 @@ class Asked:
     storage: str = DEFAULT_STORAGE
 
 
-def fits_of(graph: ModuleGraph, asked: Asked) -> list[Fit]:
-    """Every set that is for the model's architecture: those that suit come first, the fastest before the others, then those that
+def fits_of(graph: ModuleGraph, asked: Asked, *, timed: bool = False) -> list[Fit]:
+    """Every set that is for the model's architecture: those that suit come first, if `timed` the fastest of them, then those that
     lack memory, by how much, then those that lack a device, then those for other sizes."""
     found = [fit(each, graph, asked) for each in shipped_sets() if is_for(_ruleset(each).architectures, graph)]
-    found = [_timed(each, graph, asked) if asked.hardware is not None and not each.reason else each for each in found]
+    found = [_timed(each, graph, asked) if timed and not each.reason else each for each in found]
     return sorted(found, key=lambda each: (*_rank(each), not is_of(each.name, graph.name), each.name))
 
 
@@ -97,8 +97,7 @@ def _rank(fit: Fit) -> tuple[int, float]:
 
 def fit(shipped: ShippedSet, graph: ModuleGraph, asked: Asked) -> Fit:
     """The set for the model on the machine."""
-    hardware = asked.hardware or preset(shipped.machine)
-    assert hardware is not None
+    hardware = _machine(shipped, asked)
     name, room = name_for(shipped, graph.name), room_of(hardware)
     compilation = run_stages(shipped.path, graph, weights=asked.weights, hardware=hardware, storage=asked.storage)
     plan, errors = compilation.plan, compilation.report.errors
@@ -110,6 +109,12 @@ def fit(shipped: ShippedSet, graph: ModuleGraph, asked: Asked) -> Fit:
         return replace(made, reason=f"for a model of another size: {other.message}", other_size=True)
     reason = _lacking(plan, hardware) or _too_little(made) or _said(errors)
     return replace(made, reason=reason, longest=0 if reason else longest_context(plan, room))
+
+
+def _machine(shipped: ShippedSet, asked: Asked) -> Hardware:
+    hardware = asked.hardware or preset(shipped.machine)
+    assert hardware is not None, shipped.machine
+    return hardware
 
 
 def room_of(hardware: Hardware) -> dict[str, int]:
@@ -142,10 +147,10 @@ def _ruleset(shipped: ShippedSet) -> RuleSet:
 
 
 def _timed(fit: Fit, graph: ModuleGraph, asked: Asked) -> Fit:
-    assert asked.hardware is not None
+    hardware = _machine(fit.shipped, asked)
     stored = stored_for(None, asked.weights, graph) if asked.weights else usual_storage(graph, asked.storage)
-    options = PlanOptions(hardware=asked.hardware)
-    return replace(fit, token_us=token_time_us(_ruleset(fit.shipped), graph, asked.hardware, options, stored, asked.context))
+    options = PlanOptions(hardware=hardware)
+    return replace(fit, token_us=token_time_us(_ruleset(fit.shipped), graph, hardware, options, stored, asked.context))
 
 
 def _lacking(plan: Plan, hardware: Hardware) -> str:

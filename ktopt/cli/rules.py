@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = load_hardware(machine) if machine else None
     asked = Asked(hardware, args.context or DEFAULT_CONTEXT, args.weights, args.storage or DEFAULT_STORAGE)
     graphs = [load_tree(name) for name in ([model] if model is not None else _known())]
-    found = [(graph, fits_of(graph, asked)) for graph in graphs]
+    found = [(graph, fits_of(graph, asked, timed=model is not None)) for graph in graphs]
     suits = any(not fit.reason for _, fits in found for fit in fits)
     if args.format == "json":
         print(json.dumps([as_data(graph.name, fit, asked) for graph, fits in found for fit in fits], indent=2))
