@@ -18,6 +18,7 @@ import ktopt.cli
 from ktopt.cli import COMMANDS, doctor, main
 from ktopt.hardware import detect
 from ktopt.placement import Device
+from ktopt.working_memory import working_memory
 
 RULES = """\
 - match:
@@ -380,6 +381,16 @@ class TestGraph:
         assert result.code == 2
         assert "Give --format dot, json, graphml, svg, html" in result.err
         assert not (tmp_path / "a.png").exists()
+
+    def test_a_context_is_in_the_bars_as_ktopt_plan_reckons_it(self, cli: Cli, rules: Path) -> None:
+        data = json.loads(cli("graph", rules, *MODEL, "--format", "json", "--context", "4096").out)
+        reckoned = {m.device: m for m in working_memory(ktopt.compile(rules, "smollm2-135m"), 4096)}
+        assert len(data["devices"]) == len(reckoned)
+        for device in data["devices"]:
+            found = reckoned[device["name"]]
+            assert device["bytes"] == found.weight_bytes + found.cache_bytes + found.transient_bytes
+        assert any(device["by_kind"].get("cache") for device in data["devices"])
+        assert cli("graph", rules, *MODEL, "--context", "0").code == 2
 
     def test_a_plan_file_is_drawn_as_its_rules_are(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
         assert cli("plan", rules, *MODEL, "-o", tmp_path / "plan.json").code == 0

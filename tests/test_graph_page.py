@@ -172,7 +172,7 @@ def test_details_have_operator_rule_bytes_and_kwargs(page: Page) -> None:
 def test_bars_show_each_devices_weights_by_kind(page: Page, every_expert: Picture) -> None:
     bars = page.run("return [...document.querySelectorAll('#devices .bar')].map((e) => e.getAttribute('aria-label'))")
     assert len(bars) == 2
-    assert bars[1].startswith("cpu: 1.3 TB of weights: experts 1.3 TB")
+    assert bars[1].startswith("cpu: 1.3 TB held: experts 1.3 TB")
     widths = page.run("return [...document.querySelectorAll('#devices .bar')].map((bar) => bar.childElementCount)")
     assert widths[1] == 1
     assert widths[0] >= 3

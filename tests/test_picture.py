@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +20,7 @@ from ktopt.picture.data import to_graphml, to_json
 from ktopt.picture.dot import to_dot
 from ktopt.picture.html import to_html
 from ktopt.picture.layout import Box, lay_out
-from ktopt.picture.picture import Picture, picture_of
+from ktopt.picture.picture import Picture, picture_of, with_context
 from ktopt.picture.svg import to_svg
 from ktopt.plan_diff import device_bytes
 
@@ -88,6 +90,17 @@ class TestThePicture:
         assert gpu.nbytes.get("experts") is None
         assert gpu.nbytes["attention"] > 0
 
+    def test_a_context_adds_what_it_takes_to_what_devices_hold(self, qwen: Picture) -> None:
+        each = with_context(qwen, 4096, {"cuda:0": (400, 20), "cpu": (0, 7), "disk": (5, 0)})
+        gpu, main, disk = each.devices
+        assert (gpu.nbytes["cache"], gpu.nbytes["transient"], gpu.held_bytes - gpu.weight_bytes) == (400, 20, 420)
+        assert main.held_bytes == qwen.devices[1].held_bytes + 7
+        assert (disk.name, dict(disk.nbytes)) == ("disk", {"cache": 5})
+        assert ">disk<" not in to_svg(each)
+        data = json.loads(next(scripts(to_html(each))))
+        assert [device["bytes"][-2:] for device in data["devices"]] == [[400, 20], [0, 7], [5, 0]]
+        assert data["weights"] == qwen.plan.weight_bytes
+
     def test_unfolded_with_all_it_has_every_module(self) -> None:
         rules = RULES / "smollm2" / "cpu.yaml"
         each = picture(rules, "smollm2-135m", everything=True, unfold=True)
@@ -113,6 +126,12 @@ class TestFormats:
             assert sum(line.startswith('  "') and " -> " not in re.sub(STRING, "", line) for line in lines) == len(
                 list(each.root.walk())
             )
+
+    @pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz isn't installed")
+    def test_graphviz_reads_what_dot_says(self, qwen: Picture, hostile: Picture) -> None:
+        for each in (qwen, hostile):
+            drawn = subprocess.run(["dot", "-Tplain"], input=to_dot(each), capture_output=True, text=True, check=True).stdout
+            assert sum(line.startswith("node ") for line in drawn.splitlines()) == len(list(each.root.walk()))
 
     def test_dot_says_what_moves(self, qwen: Picture) -> None:
         assert 'label="cuda:0 to cpu\\n4.2 kB ×48"' in to_dot(qwen)

@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--format", choices=FORMATS, help="default: what the name of -o ends in, else dot; html is a page to look at and search"
     )
     parser.add_argument("--output", "-o", metavar="FILE", default="-", help="where to write it (default: standard output)")
+    parser.add_argument("--context", type=int, metavar="N", help="show too what a context of N tokens takes beside the weights")
     parser.add_argument(
         "--unfold", action="store_true", help="each module by itself, instead of alike ones as one (a page has both anyway)"
     )
@@ -82,8 +83,22 @@ def _written(kind: str, plan: Plan, tree: ModuleGraph | None, args: argparse.Nam
     if kind == "html":
         from ktopt.picture.html import to_html
 
-        return to_html(picture_of(plan, tree, hardware))
-    return _drawn(kind, picture_of(plan, tree, hardware, everything=args.all, unfold=args.unfold))
+        return to_html(_in_context(picture_of(plan, tree, hardware), args.context))
+    return _drawn(kind, _in_context(picture_of(plan, tree, hardware, everything=args.all, unfold=args.unfold), args.context))
+
+
+def _in_context(picture: Picture, context: int | None) -> Picture:
+    """The picture with what devices hold for --context."""
+    if context is None:
+        return picture
+    if context < 1:
+        raise UsageError(f"--context: a number of tokens from 1 on, not {context}")
+    from ktopt.picture.picture import with_context
+    from ktopt.working_memory import working_memory
+
+    limits = {device.name: device.memory_bytes for device in picture.devices}
+    memory = working_memory(picture.plan, context, limits=limits)
+    return with_context(picture, context, {m.device: (m.cache_bytes, m.transient_bytes) for m in memory})
 
 
 def _drawn(kind: str, picture: Picture) -> str:

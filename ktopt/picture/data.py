@@ -21,6 +21,7 @@ def to_json(picture: Picture) -> str:
     data = {
         "model": picture.plan.model.source,
         "rules": picture.plan.rule_file,
+        "context": picture.context,
         "devices": devices,
         "bytes_per_token": picture.transfer_bytes,
         "nodes": [{**node, "modules": list(group.paths)} for group, node in nodes(picture)],

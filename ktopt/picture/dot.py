@@ -28,9 +28,10 @@ def to_dot(picture: Picture) -> str:
     lines += [f"  {_quote(above.pattern)} -> {_quote(group.pattern)};" for above, group in _inside(picture.root)]
     for edge in picture.edges:
         label = f"{edge.from_device} to {edge.to_device}\n{moved(edge)}"
+        style = TRANSFER_STYLE + (", style=dashed" if edge.nbytes == 0 else "")
         lines.append(
             f"  {_quote(edge.source.pattern)} -> {_quote(edge.target.pattern)} "
-            f"[label={_quote(label)}, tooltip={_quote(edge_text(edge))}, {TRANSFER_STYLE}];"
+            f"[label={_quote(label)}, tooltip={_quote(edge_text(edge))}, {style}];"
         )
     return "\n".join([*lines, "}"]) + "\n"
 

@@ -97,7 +97,7 @@ def lay_out(picture: Picture, top: float) -> Layout:
 class _Layout:
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
-        self.number = {device.name: i for i, device in enumerate(picture.devices)} or {picture.plan.default_device: 0}
+        self.number = {device.name: i for i, device in enumerate(picture.lanes)} or {picture.plan.default_device: 0}
         self.lane_width = WIDTHS.get(len(self.number), NARROW)
         self.used: dict[int, frozenset[int]] = {}
         self._find_lanes(picture.root)

@@ -20,7 +20,7 @@ from typing import Any
 
 from ktopt.folded import Group, fold_plan
 from ktopt.graph import Module
-from ktopt.picture.picture import KINDS, Picture
+from ktopt.picture.picture import BESIDE, KINDS, Picture
 from ktopt.plan import Plan, Step
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 def page_data(picture: Picture) -> dict[str, Any]:
     """The data, as plain JSON values."""
-    plan = picture.plan
+    plan, kinds = picture.plan, [*KINDS, *BESIDE]
     writer = _Writer(picture)
     tree = writer.node(fold_plan(plan, everything=True), 1)
     return {
@@ -40,9 +40,11 @@ def page_data(picture: Picture) -> dict[str, Any]:
         "made_by": {"ktopt": plan.ktopt_version, "transformers": plan.transformers_version},
         "errors": list(plan.errors),
         "notes": list(plan.notes),
-        "kinds": list(KINDS),
+        "kinds": kinds,
+        "context": picture.context,
+        "weights": sum(d.weight_bytes for d in picture.devices),
         "devices": [
-            {"name": d.name, "model": d.model, "memory": d.memory_bytes, "bytes": [d.nbytes.get(kind, 0) for kind in KINDS]}
+            {"name": d.name, "model": d.model, "memory": d.memory_bytes, "bytes": [d.nbytes.get(kind, 0) for kind in kinds]}
             for d in picture.devices
         ],
         "rules": [{"id": r.id, "file": r.file, "line": r.line, "active": r.active} for r in plan.rules],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktopt.diagnostics import UsageError
@@ -16,6 +16,10 @@ from ktopt.plan import Plan, Step
 
 KINDS = ("experts", "attention", "mlp", "embedding", "other")
 """Kinds of weights, in the order in which bars show them. The head counts with the embedding, shared experts with the MLPs."""
+BESIDE = ("cache", "transient")
+"""What a device holds besides while a context is computed."""
+DISK = "disk"
+"""Where a cache of blocks keeps what no memory has room for: no device, and so no lane."""
 _OWN_KIND = {
     "experts": "experts",
     "attention": "attention",
@@ -28,7 +32,7 @@ _OWN_KIND = {
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """Weights on a device, in bytes by kind; what it has, 0 where nobody said; its model ("RTX 4090") where known."""
+    """What a device holds, in bytes by kind; what it has, 0 where nobody said; its model ("RTX 4090") where known."""
 
     name: str
     nbytes: Mapping[str, int]
@@ -39,6 +43,10 @@ class DeviceUse:
     def held_bytes(self) -> int:
         return sum(self.nbytes.values())
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.nbytes.get(kind, 0) for kind in KINDS)
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -46,6 +54,7 @@ class Picture:
 
     tree      the model's tree, by which sizes are known; None for a plan of a module without a config
     unfolded  each module stands by itself
+    context   tokens of context whose cache, and what passes for a moment, devices hold too; None for weights alone
     """
 
     plan: Plan
@@ -54,6 +63,12 @@ class Picture:
     devices: tuple[DeviceUse, ...]
     tree: ModuleGraph | None = None
     unfolded: bool = False
+    context: int | None = None
+
+    @property
+    def lanes(self) -> tuple[DeviceUse, ...]:
+        """The devices that modules can be on."""
+        return tuple(device for device in self.devices if device.name != DISK)
 
     @property
     def title(self) -> str:
@@ -81,6 +96,17 @@ def picture_of(
     root = fold_plan(plan, everything, unfold=unfold)
     machine = hardware or _machine_named(plan.hardware)
     return Picture(plan, root, edges_of(plan, root, tree), devices_of(plan, machine), tree, unfold)
+
+
+def with_context(picture: Picture, context: int, beside: Mapping[str, tuple[int, int]]) -> Picture:
+    """A picture whose devices hold also what a context of so many tokens takes: its cache's bytes, and the most for a moment."""
+    devices = [
+        replace(d, nbytes={**d.nbytes, **{k: n for k, n in zip(BESIDE, beside.get(d.name, ()), strict=False) if n}})
+        for d in picture.devices
+    ]
+    if beside.get(DISK, (0,))[0]:
+        devices.append(DeviceUse(DISK, {"cache": beside[DISK][0]}))
+    return replace(picture, devices=tuple(devices), context=context)
 
 
 def _machine_named(name: str) -> Hardware | None:

@@ -65,7 +65,7 @@ def _document(picture: Picture, layout: Layout, style: str) -> str:
         style,
         '<rect class="ground" width="100%" height="100%"/>',
         _text(MARGIN, 34, _cut(picture.title, width - 2 * MARGIN, TITLE_PX), "ink title"),
-        *(_lane(device, number, layout) for number, device in enumerate(picture.devices)),
+        *(_lane(device, number, layout) for number, device in enumerate(picture.lanes)),
         *_boxes(picture, layout.root),
         *(_arrow(arrow) for arrow in layout.arrows),
         *(_label(arrow, layout) for arrow in layout.arrows),
@@ -92,7 +92,7 @@ def _lane(device: DeviceUse, number: int, layout: Layout) -> str:
     said = f"{size(held)} of {size(have)}, {held / have:.0%}" if have else size(held)
     room = wide - len(device.name) * 8 - len(said) * WORD_PX - 24
     parts = [
-        f"<g><title>{_safe(f'{device.name}: {said} of weights')}</title>",
+        f"<g><title>{_safe(f'{device.name}: {said}')}</title>",
         f'<rect class="lane" x="{x:.0f}" y="{LANES_AT - 14}" width="{wide:.0f}" height="{layout.height - LANES_AT:.0f}" rx="4"/>',
         _text(x + 8, LANES_AT + 6, device.name, "ink lane-name"),
         _text(x + 14 + len(device.name) * 8, LANES_AT + 6, _first_that_fits([device.model], room), "soft"),

@@ -7,6 +7,7 @@ function showDevices() {
   const used = plan.kinds.filter((_, kind) => plan.devices.some((device) => device.bytes[kind]));
   byId("kinds").replaceChildren(...used.map((kind) =>
     make("span", { class: "device" }, make("span", { class: `swatch kind kind-${plan.kinds.indexOf(kind)}`, "aria-hidden": "true" }), kindName(kind))));
+  if (plan.context) byId("kinds").append(make("span", {}, `with a context of ${plural(plan.context, "token")}`));
 }
 
 function sum(numbers) {
@@ -14,7 +15,8 @@ function sum(numbers) {
 }
 
 function kindName(kind) {
-  return { embedding: "embedding and head", mlp: "MLPs and shared experts" }[kind] || kind;
+  const words = { embedding: "embedding and head", mlp: "MLPs and shared experts", transient: "for a moment" };
+  return words[kind] || kind;
 }
 
 function deviceRow(device, number, most) {
@@ -24,7 +26,7 @@ function deviceRow(device, number, most) {
   const share = device.memory ? `, ${((100 * held) / device.memory).toFixed(held < device.memory / 10 ? 1 : 0)}%` : "";
   const said = device.memory ? `${bytes(held)} of ${bytes(device.memory)}${share}` : bytes(held);
   const inWords = parts.map(([kind, part]) => `${kind} ${bytes(part)}`).join(" · ");
-  const bar = make("div", { class: "bar", role: "img", "aria-label": `${device.name}: ${said} of weights: ${inWords}` });
+  const bar = make("div", { class: "bar", role: "img", "aria-label": `${device.name}: ${said} held: ${inWords}` });
   for (const [kind, part, i] of parts) {
     const piece = make("span", { class: `b${number} kind-${i}`, title: `${kind}: ${bytes(part)}` });
     piece.style.width = `${Math.min(100, (100 * part) / Math.max(scale, held))}%`;
@@ -35,7 +37,7 @@ function deviceRow(device, number, most) {
     make("span", { class: "device-name" }, swatch(device.name), device.name, make("span", { class: "note" }, device.model ? ` ${device.model}` : "")),
     make("span", { class: "value" }, said, over ? make("strong", {}, ` ${bytes(held - device.memory)} too much`) : null),
     bar,
-    make("span", { class: "note parts" }, inWords || "no weights"));
+    make("span", { class: "note parts" }, inWords || "nothing"));
 }
 
 function showTransfers() {
@@ -60,7 +62,7 @@ function showWords() {
   setText(byId("model"), plan.model || plan.model_type || "model");
   const parts = [plan.rule_file && `by ${plan.rule_file}`, plan.hardware && `on ${plan.hardware}`, plan.dtype, plural(plan.tree.modules, "module")];
   const versions = Object.entries(plan.made_by).filter(([, version]) => version).map(([name, version]) => `${name} ${version}`);
-  setText(byId("about"), [...parts.filter(Boolean), `${bytes(sum(plan.devices.flatMap((device) => device.bytes)))} of weights`, ...versions].join(" · "));
+  setText(byId("about"), [...parts.filter(Boolean), `${bytes(plan.weights)} of weights`, ...versions].join(" · "));
   const inactive = plan.rules.filter((rule) => !rule.active).map((rule) => `${rule.id} (${rule.file}:${rule.line}) is inactive on this machine`);
   const notes = [...plan.notes, ...inactive];
   byId("problems").hidden = !plan.errors.length;
