@@ -62,8 +62,9 @@ def next_steps(model: str, fits: Sequence[Fit], machine: str, asked: Asked) -> s
         return f"none suits; ktopt init writes a first rule file:\n  ktopt init --model {model} --hardware {machine} -o rules.yaml"
     best = fits[0].name
     weights = shlex.quote(str(asked.weights)) if asked.weights else "WEIGHTS"
+    stored = f"--weights {weights}" if asked.weights else f"--storage {asked.storage}"
     return (
-        f"next\n  ktopt plan {best} --model {model} --hardware {machine} --context {asked.context}\n"
+        f"next\n  ktopt plan {best} --model {model} {stored} --hardware {machine} --context {asked.context}\n"
         f"  ktopt chat {best} --weights {weights}"
     )
 

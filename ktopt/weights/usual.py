@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ktopt.diagnostics import UsageError
 from ktopt.graph import Module, ModuleGraph, Tensor
@@ -27,6 +28,8 @@ EXPERTS_OF_MIXTRAL = 8
 SPLIT = frozenset({"kv_b_proj"})
 """Projections that a file has in two parts, one of them the other way round."""
 
+_made: WeakKeyDictionary[ModuleGraph, dict[str, Mapping[str, StoredTensor]]] = WeakKeyDictionary()
+
 
 def check_storage(kind: str) -> str:
     """The kind as it is spelled in MIXES; UsageError for one that isn't known."""
@@ -39,7 +42,10 @@ def check_storage(kind: str) -> str:
 
 def usual_storage(graph: ModuleGraph, kind: str) -> Mapping[str, StoredTensor]:
     """How a file of this kind (one of MIXES) stores each parameter of the tree."""
-    return {tensor.name: tensor for module in graph for tensor in _stored(module, graph, kind)}
+    known = _made.setdefault(graph, {})
+    if kind not in known:
+        known[kind] = {tensor.name: tensor for module in graph for tensor in _stored(module, graph, kind)}
+    return known[kind]
 
 
 def _stored(module: Module, graph: ModuleGraph, kind: str) -> Iterator[StoredTensor]:
