@@ -223,3 +223,30 @@ def test_a_model_without_one_list_of_layers_is_refused() -> None:
     assert ruleset is not None
     with pytest.raises(KtoptError, match="no single list of decoder layers"):
         place(ruleset, make_graph([Row("")]), hardware, PlanOptions(hardware=hardware))
+
+
+BLOCKS = """\
+version: 1
+long_context: {max_seq_len: 262144, second_select_num: 32}
+rules:
+  - {match: "@model.layers.*.self_attn", replace: KDynamicAttention}
+"""
+
+
+def test_a_cache_of_blocks_is_in_main_memory_and_a_card_reads_what_is_chosen(tmp_path: Path) -> None:
+    context, machine = 131_072, "1x24GB+64GB"
+    placing = placed(BLOCKS, "llama-3.1-8b", machine, context)
+    assert set(placing.assignment.homes) == {1}
+    _, plan = filed(BLOCKS, "llama-3.1-8b", machine, tmp_path, context)
+    memory = {each.device: each.together for each in working_memory(plan, context)}
+    for device, held in placing.held.items():
+        assert memory.get(device, 0) == pytest.approx(held, rel=1e-3)
+    assert placing.held["cpu"] > 5 * 2**30
+    whole = placed(NOTHING, "llama-3.1-8b", "1x80GB+64GB", context)
+    blocks = placed(BLOCKS, "llama-3.1-8b", "1x80GB+64GB", context)
+    assert blocks.token_us < 0.8 * whole.token_us
+
+
+def test_a_context_whose_blocks_main_memory_does_not_hold_is_not_placed() -> None:
+    with pytest.raises(NothingFits):
+        placed(BLOCKS, "llama-3.1-8b", "1x24GB+6GB", 131_072)

@@ -25,14 +25,16 @@ def by_device(values: st.SearchStrategy) -> st.SearchStrategy:  # type: ignore[t
 
 
 parts = st.builds(Part, by_device(_sizes), by_device(_times))
+kept_in_memory = by_device(st.sampled_from([0, 0, GIB // 4, GIB])).map(lambda host: (0, *host[1:]))
+homes = st.builds(Part, by_device(_sizes), by_device(_times), st.one_of(st.just(()), kept_in_memory))
 guests = st.sampled_from([(), (), (0,), (1, 2)])
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     kinds = [
-        Item(draw(parts), draw(st.one_of(st.none(), parts)), draw(guests)),
-        Item(draw(parts), draw(st.one_of(st.none(), parts)), draw(guests)),
+        Item(draw(homes), draw(st.one_of(st.none(), parts)), draw(guests)),
+        Item(draw(homes), draw(st.one_of(st.none(), parts)), draw(guests)),
     ]
     order = draw(st.lists(st.integers(0, 1), min_size=1, max_size=2))
     layers = [Item(kinds[k].home, kinds[k].experts, kinds[k].guests, number=n) for n, k in enumerate(order)]
@@ -60,7 +62,8 @@ def problems(draw: st.DrawFn) -> Problem:
 
 def _alike(item: Item) -> Item:
     def part(p: Part | None) -> Part | None:
-        return p and Part((*p.held_bytes[:2], p.held_bytes[1]), (*p.time_us[:2], p.time_us[1]))
+        host = p and p.host_bytes and (0, p.host_bytes[1], p.host_bytes[1])
+        return p and Part((*p.held_bytes[:2], p.held_bytes[1]), (*p.time_us[:2], p.time_us[1]), host or ())
 
     return Item(part(item.home) or item.home, part(item.experts), (), number=item.number)
 

@@ -256,7 +256,7 @@ class _Popular(Segments):
         if base is None:
             return []
         d, items = self.device(s), self.problem.items[s.first : s.past]
-        held = sum(item.home.held_bytes[CPU] for item in items) if d == CPU else 0
+        held = self.homes_in_memory(s)
         own = [i for i, item in enumerate(items) if d != CPU and item.split is not None and item.split.allows(d)]
         found, counts = _most_chosen([items[i] for i in own], d, base[1] * self.units[s.kind]), [0] * len(items)
         gained = 0.0

@@ -22,14 +22,19 @@ CPU = 0
 
 @dataclass(frozen=True)
 class Part:
-    """What is placed as one. Both tuples are by device.
+    """What is placed as one. Tuples are by device.
 
     held_bytes   weights and cache
     time_us      of a decoded token; INFINITE where it can't be
+    host_bytes   what main memory holds for it while it is there; () where that is nothing
     """
 
     held_bytes: tuple[int, ...]
     time_us: tuple[float, ...]
+    host_bytes: tuple[int, ...] = ()
+
+    def host(self, device: int) -> int:
+        return self.host_bytes[device] if self.host_bytes else 0
 
     def allows(self, device: int) -> bool:
         return self.time_us[device] != INFINITE
@@ -148,6 +153,7 @@ def held_bytes(problem: Problem, assignment: Assignment) -> list[int]:
     held = list(problem.fixed_bytes)
     for number, (item, home, experts) in enumerate(zip(problem.items, assignment.homes, assignment.experts, strict=True)):
         held[home] += item.home.held_bytes[home]
+        held[CPU] += item.home.host(home)
         hot = assignment.hot_of(number)
         if hot and item.split is not None:
             held[home] += hot * item.split.held_bytes[home]

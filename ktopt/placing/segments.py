@@ -80,6 +80,11 @@ class Segments:
         time = self.homes_before[d][segment.past] - self.homes_before[d][segment.first]
         return time + self.problem.hop_us[d] * (2 - (segment.first == 0) - (segment.past == self.last))
 
+    def homes_in_memory(self, segment: Segment) -> int:
+        """What main memory holds of a segment's homes."""
+        d, items = self.device(segment), self.problem.items[segment.first : segment.past]
+        return sum((item.home.held_bytes[CPU] if d == CPU else 0) + item.home.host(d) for item in items)
+
     def _homes_before(self, d: int) -> list[float]:
         """The time of the homes before each item, on a device, with the ways to their guests; what can't be there takes none."""
         hop = self.problem.hop_us
@@ -180,7 +185,7 @@ class Segments:
         """The ways in which a segment may keep its experts, none better than another in both: each with its time and with what it
         leaves to main memory."""
         d, counts, part = self.device(s), self.counts(s), self.experts
-        homes = sum(item.home.held_bytes[CPU] for item in self.problem.items[s.first : s.past]) if d == CPU else 0
+        homes = self.homes_in_memory(s)
         hop = 0.0 if d == CPU else 2 * (self.problem.hop_us[d] + self.problem.hop_us[CPU])
         made = []
         for kept in (
@@ -302,7 +307,9 @@ def kinds_of(problem: Problem) -> list[list[int]]:
     """Devices in groups of those that differ in their name alone; main memory is one of its own."""
     groups: dict[object, list[int]] = {}
     for d in range(len(problem.devices)):
-        columns = tuple((p.held_bytes[d], p.time_us[d]) for i in problem.items for p in (i.home, i.experts) if p is not None)
+        columns = tuple(
+            (p.held_bytes[d], p.time_us[d], p.host(d)) for i in problem.items for p in (i.home, i.experts) if p is not None
+        )
         splits = tuple((s.held_bytes[d], s.time_us[d], s.op_us[d]) for i in problem.items if (s := i.split) is not None)
         guests = any(d in item.guests for item in problem.items)
         key = (problem.room_bytes[d], problem.hop_us[d], problem.transient_bytes[d], problem.fixed_bytes[d], columns, splits)

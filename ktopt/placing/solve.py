@@ -132,6 +132,10 @@ def _room(problem: Problem, runs: Sequence[tuple[int, int]], made: Program) -> N
             terms.append((("n", r, d), item.home.held_bytes[d] / MIB))
             if item.experts is not None:
                 terms.append((("m", r, d), item.experts.held_bytes[d] / MIB))
+            if d == CPU:
+                terms += [
+                    (("n", r, other), item.home.host(other) / MIB) for other in range(len(problem.devices)) if item.home.host(other)
+                ]
         made.variable(("has", d), 1)
         terms.append((("has", d), problem.transient_bytes[d] / MIB))
         for r, (first, _) in enumerate(runs):

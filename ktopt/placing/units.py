@@ -7,7 +7,7 @@ bytes are read off these plans.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,8 @@ from ktopt.diagnostics import KtoptError, Report
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
 from ktopt.match import Matches, match
 from ktopt.placement import Device, Hardware
-from ktopt.placing.problem import INFINITE, Item, Part, Problem, Split
+from ktopt.placing.caches import CacheCost, Caches, caches_of
+from ktopt.placing.problem import CPU, INFINITE, Item, Part, Problem, Split
 from ktopt.placing.speeds import hop_us, read_us, settled_speeds
 from ktopt.placing.splits import Chosen, Sides, splitting_rule, without_hot
 from ktopt.plan import Plan, Step
@@ -25,13 +26,14 @@ from ktopt.popularity import Popularity, check_popularity, experts_in, hot_ids
 from ktopt.registry import find
 from ktopt.ruleset import RuleSet
 from ktopt.weights.source import StoredTensor
-from ktopt.working_memory import attention_working, block_bytes, keeps_blocks, passing_bytes, prompt_piece
+from ktopt.working_memory import attention_working, keeps_blocks, passing_bytes, prompt_piece
 
 RESERVED_BYTES = 768 << 20
 """Of an accelerator, for the driver, libraries and what an allocator can't use."""
 RESERVED_SHARE = 0.05
 """Of main memory, for everything else that runs."""
 ROUTED_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
+NO_CACHE = CacheCost()
 LEAST_GUEST = 2
 """Pinned parts of less than one in so many of an item's bytes don't draw it to their device."""
 
@@ -42,13 +44,12 @@ class _Pile:
 
     held: list[int]
     time: list[float]
-    pinned: dict[int, int] = field(default_factory=dict)
-    free: int = 0
+    host: list[int]
     drawn: int | None = None
 
     def part(self, only: int | None) -> Part:
         times = tuple(t if only is None or d == only else INFINITE for d, t in enumerate(self.time))
-        return Part(tuple(self.held), times)
+        return Part(tuple(self.held), times, tuple(self.host) if any(self.host) else ())
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class _Builder:
         self.fixed_bytes, self.fixed_us = [0] * len(self.devices), 0.0
         self.tied: dict[int, list[int]] = {}
         hidden = int(graph.config.get("hidden_size") or 0)
-        self.known: dict[tuple[object, ...], tuple[int, float]] = {}
+        self.known: dict[tuple[object, ...], tuple[int, float, int]] = {}
+        self.known_caches: dict[tuple[int, str], Caches] = {}
         self.hops = [hop_us(speed, hidden * ITEM_BYTES[self.plans[0].dtype]) for speed in self.speeds]
 
     def _plans(self, stored: Mapping[str, StoredTensor] | None) -> list[Plan]:
@@ -260,17 +262,20 @@ class _Builder:
         """What modules hold and take on each device. Pinned ones count where they are: where that is most of them, or their
         attention, the rest goes there too (`drawn`); else they are guests, whose devices are returned."""
         drawn = self._draws(modules)
-        pile, guests = _Pile([0] * len(self.devices), [0.0] * len(self.devices), drawn=drawn), set[int]()
+        none = [0] * len(self.devices)
+        pile, guests = _Pile(list(none), [0.0] * len(none), list(none), drawn), set[int]()
         for module in modules:
             pin = self.pins.get(module.index)
             at = None if pin is None else self.names.index(pin)
             for d in range(len(self.devices)) if at in (None, drawn) else (at,):
-                held, time = self._known_costs(module, d)
+                held, time, host = self._known_costs(module, d)
                 if at in (None, drawn):
                     pile.held[d] += held
                     pile.time[d] += time
+                    pile.host[d] += host
                 elif held or time:
                     self.fixed_bytes[d] += held
+                    self.fixed_bytes[CPU] += host
                     self.fixed_us += time
                     guests.add(d)
         return pile, guests
@@ -291,11 +296,11 @@ class _Builder:
         most = max(pinned, key=pinned.__getitem__, default=None)
         return self.names.index(most) if most is not None and LEAST_GUEST * pinned[most] > total else None
 
-    def _known_costs(self, module: Module, d: int) -> tuple[int, float]:
+    def _known_costs(self, module: Module, d: int) -> tuple[int, float, int]:
         """_costs, kept for modules that are alike."""
         step = self.plans[d].steps[module.index]
         if not (step.weight_bytes or step.role == "attention" or step.rule is not None):
-            return 0, 0.0
+            return 0, 0.0, 0
         if step.role in ("attention", "layer"):
             return self._costs(module, d)
         key = (d, id(module.tensors), id(self.matches.decisions[module.index]), step.weight_bytes, step.stored)
@@ -303,23 +308,24 @@ class _Builder:
             self.known[key] = self._costs(module, d)
         return self.known[key]
 
-    def _costs(self, module: Module, d: int) -> tuple[int, float]:
-        """Bytes that a module holds on a device, its cache included, and the time that a decoded token takes it."""
+    def _costs(self, module: Module, d: int) -> tuple[int, float, int]:
+        """Bytes that a module holds on a device, its cache included, the time that a decoded token takes it, and what main memory
+        holds of its cache."""
         plan, speed = self.plans[d], self.speeds[d]
         step = plan.steps[module.index]
-        cache = self._cache(step, d) if step.role == "attention" else 0
+        cache = self._caches(d).costs.get(step.path, NO_CACHE)
         if self._refused(module, step, d):
-            return step.weight_bytes, INFINITE
-        if not step.weight_bytes and not cache:
-            return 0, 0.0
+            return step.weight_bytes, INFINITE, 0
+        if not step.weight_bytes and not cache.held:
+            return 0, 0.0, 0
         time = read_us(speed, step.weight_bytes * self._share_read(module), step) + speed.op_us
-        return step.weight_bytes + cache, time + read_us(speed, cache)
+        return step.weight_bytes + cache.held, time + read_us(speed, cache.read), cache.host
 
-    def _cache(self, step: Step, d: int) -> int:
-        plan, name = self.plans[d], self.names[d]
-        if not keeps_blocks(step):
-            return attention_working(plan, step._replace(generate_device=name), self.context, self.piece).cache_bytes
-        return sum(block_bytes(plan, {name: [step]}, self.context, self.piece, {}).get(where, 0) for where in {name, "cpu"})
+    def _caches(self, d: int) -> Caches:
+        key = (id(self.plans[d]), self.devices[d].kind)
+        if key not in self.known_caches:
+            self.known_caches[key] = caches_of(self.plans[d], self.names[d], self.context, self.piece)
+        return self.known_caches[key]
 
     def _share_read(self, module: Module) -> float:
         """The part of a module's weights that a token reads: a row of an embedding, the chosen ones of experts."""
@@ -391,4 +397,5 @@ class _Builder:
             ),
             default=0,
         )
-        return most + passing_bytes(plan, self.context, self.piece, mask=not blocks)
+        moment = self._caches(d).moment_bytes
+        return most + moment + passing_bytes(plan, self.context, self.piece, mask=not blocks)
