@@ -245,8 +245,9 @@ def test_the_json_has_the_same_structure() -> None:
 
 
 def test_a_hostile_plan_can_not_drive_the_terminal() -> None:
-    a = plan(step("a\x1b[2J", operator="\x1b[1m"), rules=(rule("\x1b"),))
-    b = plan(step("a\x1b[2J"), step("\x1b"), rule_file="b\x1b.yaml")
+    a = plan(step("a\x1b[2J\nno rule", operator="\x1b[1m"), rules=(rule("\x1b"),))
+    b = plan(step("a\x1b[2J\nno rule"), step("\x1b"), rule_file="b\x1b.yaml")
+    assert told(a, b).count("no rule") == 1
     assert "\x1b" not in diff_text(diff_plans(a, b), a, b)
     assert "\x1b[" in diff_text(diff_plans(a, b), a, b, style=Style(colour=True))
 

@@ -279,6 +279,7 @@ class TestTable:
     def test_a_hostile_name_can_not_drive_the_terminal(self) -> None:
         table = plan_table(plan(step("a\x1b[2J\nb", "K\x1b", nbytes=4, rule=0)))
         assert "\x1b" not in table
+        assert "└─ a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}b " in table
 
     def test_columns_are_left_out_before_names_are(self) -> None:
         made = plan(*layers(0, 1, 2, names=("gate_proj", "up_proj", "down_proj")))

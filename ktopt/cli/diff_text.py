@@ -13,7 +13,7 @@ from ktopt.cli.table import Column, layout, wrap_path
 from ktopt.folding import fold_names
 from ktopt.plan import Plan, RuleRef
 from ktopt.plan_diff import AUTOMATIC, DEVICES, Change, Field, PlanDiff, RuleChanges
-from ktopt.render.style import PLAIN, Style, plural, printable, size, width
+from ktopt.render.style import PLAIN, Style, one_line, plural, printable, size, width
 
 MANY = 3
 """So many changes to or from different devices, and otherwise alike, are told as one."""
@@ -145,8 +145,8 @@ def _tops(paths: Sequence[str]) -> list[str]:
 
 def _section(title: str, lines: Iterable[str], limit: int, style: Style) -> str:
     """A title, and its lines in their colours; "" without lines."""
-    found = [piece for line in lines for piece in _wrapped(printable(line), limit, style)]
-    return "\n".join([style.paint(printable(title), "bold"), *found]) if found else ""
+    found = [piece for line in lines for piece in _wrapped(one_line(line), limit, style)]
+    return "\n".join([style.paint(one_line(title), "bold"), *found]) if found else ""
 
 
 def _wrapped(line: str, limit: int, style: Style) -> list[str]:

@@ -57,11 +57,11 @@ def rows_of(group: Group, everything: bool = False) -> Row:
     name = _name(group, everything)
     if holder and len(below) == 1 and group.name and not everything:
         return replace(below[0], name=f"{name}.{below[0].name}")
-    key = (treatment(step), holder, tuple((row.name, row.like, row.key) for row in below))
     at, rules = _at(group), _rules(group)
     if not holder:
         at, rules = tuple(step.held_bytes), () if step.rule is None else (step.rule,)
-    return Row(name, group.count, step, group.nbytes, holder, () if holder and len(at) > 1 else at, rules, key, tuple(below))
+    at = () if holder and len(at) > 1 else at
+    return Row(name, group.count, step, group.nbytes, holder, at, rules, treatment(step), tuple(below))
 
 
 def _name(group: Group, everything: bool) -> str:
@@ -119,25 +119,25 @@ def _told(group: Group, row: Row, like: Group, different: Sequence[Group]) -> Ro
 def _different(like: Group, other: Group) -> list[Group] | None:
     """The groups below `other` that are not treated as those below `like`, devices of the one standing for the other's; None where
     they hold different modules."""
-    pairs = list(_pairs(like, other))
-    if (None, None) in pairs:
+    pairs = _pairs(like, other)
+    if pairs is None:
         return None
-    moves: Counter[tuple[str, str]] = Counter()
-    for a, b in pairs:
-        if a is not None and b is not None and not _is_holder(a):
-            moves[a.step.generate_device, b.step.generate_device] += 1
+    held = [(a, b) for a, b in pairs if not _is_holder(b)]
+    moves = Counter((a.step.generate_device, b.step.generate_device) for a, b in held)
     device = {before: after for (before, after), _ in reversed(moves.most_common())}
-    return [b for a, b in pairs if a is not None and b is not None and not (_is_holder(b) or _same(a.step, b.step, device))]
+    return [b for a, b in held if not _same(a.step, b.step, device)]
 
 
-def _pairs(a: Group, b: Group) -> Iterator[tuple[Group, Group] | tuple[None, None]]:
-    """Groups of one place in both; (None, None) where a module is in one alone."""
+def _pairs(a: Group, b: Group) -> list[tuple[Group, Group]] | None:
+    """Groups of one place in both, with those below; None where a module is in one alone."""
     if [g.name for g in a.children] != [g.name for g in b.children] or _is_holder(a) != _is_holder(b):
-        yield None, None
-        return
-    yield a, b
-    for below_a, below_b in zip(a.children, b.children, strict=True):
-        yield from _pairs(below_a, below_b)
+        return None
+    pairs = [(a, b)]
+    for below in map(_pairs, a.children, b.children):
+        if below is None:
+            return None
+        pairs += below
+    return pairs
 
 
 def _same(a: Step, b: Step, device: dict[str, str]) -> bool:
@@ -160,8 +160,8 @@ def _parted(step: Step) -> tuple[list[str], Any]:
 
 
 def _joined(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are alike but for the last part of their names as one, "mlp.{gate_proj,up_proj}", where none that has rows below it
-    stands between them."""
+    """Rows that are alike but for the last part of their names as one, "mlp.{gate_proj,up_proj}". Those with rows below them stand alone, and
+    keep others apart."""
     alike: dict[Any, list[Row]] = {}
     between = 0
     for row in rows:
@@ -176,11 +176,5 @@ def _join(rows: Sequence[Row]) -> Row:
     if len(rows) == 1:
         return rows[0]
     before, dot, _ = rows[0].name.rpartition(".")
-    names = ",".join(row.name.rpartition(".")[2] for row in rows)
-    return replace(_sum(rows), name=f"{before}{dot}{{{names}}}")
-
-
-def _sum(rows: Sequence[Row]) -> Row:
-    """One row for several with the same rows below."""
-    below = tuple(_sum(each) for each in zip(*(row.rows for row in rows), strict=True))
-    return replace(rows[0], count=sum(row.count for row in rows), nbytes=sum(row.nbytes for row in rows), rows=below)
+    name = f"{before}{dot}{{{','.join(row.name.rpartition('.')[2] for row in rows)}}}"
+    return replace(rows[0], name=name, count=sum(row.count for row in rows), nbytes=sum(row.nbytes for row in rows))

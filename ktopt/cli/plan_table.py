@@ -15,7 +15,7 @@ from ktopt.folded import fold_plan
 from ktopt.folding import fold_paths
 from ktopt.plan import Plan, Step
 from ktopt.plan_diff import device_bytes
-from ktopt.render.style import PLAIN, Style, plural, printable, width
+from ktopt.render.style import PLAIN, Style, one_line, plural, printable, width
 
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 MAX_TRANSFERS = 12
@@ -52,8 +52,8 @@ def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything
 def _tree(plan: Plan, root: Row, limit: int, style: Style) -> str:
     """The rows in the widest form that leaves names their room."""
     branches = tree_branches(list(_depths(root)), style)
-    names = [row.name or "(the model)" for row in root.walk()]
-    need = max(width(b.first) + width(printable(name)) for b, name in zip(branches, names, strict=True))
+    names = [one_line(row.name) or "(the model)" for row in root.walk()]
+    need = max(width(b.first) + width(name) for b, name in zip(branches, names, strict=True))
     least = max(LEAST, max(width(b.first) for b in branches) + NAME_WIDTH)
     for form in FORMS:
         columns = _columns(form)

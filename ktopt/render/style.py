@@ -32,6 +32,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def one_line(text: str) -> str:
+    """The same for text that has to stay on its line."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
 def width(text: str) -> int:
     """Terminal columns that `text` takes: two for East Asian wide characters, none for combining marks."""
     if text.isascii():
