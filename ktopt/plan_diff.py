@@ -10,7 +10,9 @@ from typing import Any
 
 from ktopt.folding import fold_names
 from ktopt.operator import yaml_text
+from ktopt.pattern.numbers import from_ranges
 from ktopt.plan import Plan, RuleRef, Step
+from ktopt.render.style import size
 
 COMPARED = (
     "cls", "operator", "kwargs", "generate_device", "prefill_device", "dtype", "replicas", "inside", "runs", "stored",
@@ -18,6 +20,9 @@ COMPARED = (
 )  # fmt: skip
 """Fields of a step that count as a difference. Which rule decided, and where it stands in its file, does not."""
 SECTIONS = ("long_context", "kvc2")
+HOT = "kwargs.hot_experts"
+SUMMED = ("weight_bytes", "elsewhere", HOT)
+"""Those that are another value for each layer, and told of all layers together."""
 DEVICES = ("generate_device", "prefill_device")
 PLACE = (*DEVICES, "replicas", "dtype")
 """Those that don't count of a module that holds nothing and that no operator takes: there is nothing to place."""
@@ -34,7 +39,10 @@ class Field:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.name.removeprefix('kwargs.')} {_show(self.before)} -> {_show(self.after)}"
+        show = _show_places if self.name == "elsewhere" else _show
+        if self.name == HOT and self.before == self.after:
+            return f"hot_experts {self.before} -> as many others"
+        return f"{self.name.removeprefix('kwargs.')} {show(self.before)} -> {show(self.after)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,8 @@ class Change:
     """Modules that differ alike, in all of these fields; in none where another rule decides the same of them.
 
     paths    in the order of the tree
-    fields   `weight_bytes` is that of all together, each replica counted; so is `nbytes`, afterwards
+    fields   `weight_bytes` is that of all together, each replica counted, and so is `nbytes`, afterwards; `elsewhere` likewise, and
+             `hot_experts` is how many these are
     """
 
     paths: tuple[str, ...]
@@ -138,13 +147,22 @@ class _Entry:
     deciders: tuple[int | None, int | None]
     fields: tuple[Field, ...]
     paths: list[str] = field(default_factory=list)
+    summed: list[Field] = field(default_factory=list)
     before: int = 0
     after: int = 0
     resized: bool = False
 
     def change(self) -> Change:
-        sizes = (Field("weight_bytes", self.before, self.after),) if self.resized else ()
-        return Change(tuple(self.paths), (*self.fields, *sizes), self.after)
+        told = [*self.fields]
+        hot = [f for f in self.summed if f.name == HOT]
+        if hot:
+            told.append(Field(HOT, *(sum(_experts(getattr(f, side)) for f in hot) for side in ("before", "after"))))
+        elsewhere = [f for f in self.summed if f.name == "elsewhere"]
+        if elsewhere:
+            told.append(Field("elsewhere", *(_together(getattr(f, side) for f in elsewhere) for side in ("before", "after"))))
+        if self.resized:
+            told.append(Field("weight_bytes", self.before, self.after))
+        return Change(tuple(self.paths), tuple(told), self.after)
 
 
 def diff_plans(a: Plan, b: Plan) -> PlanDiff:
@@ -159,10 +177,12 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
             deciders = _decider(a, step), _decider(b, other)
             if not fields and _is_same(pairs, *deciders):
                 continue
-            rest = tuple(f for f in fields if f.name != "weight_bytes")
-            key = (deciders, tuple((f.name, repr(f.before), repr(f.after)) for f in rest), len(rest) < len(fields))
+            rest, summed = (tuple(f for f in fields if (f.name in SUMMED) is whether) for whether in (False, True))
+            places = [(f.name, f.name == "elsewhere" and (*f.before, "->", *f.after)) for f in summed]
+            key = (deciders, tuple((f.name, repr(f.before), repr(f.after)) for f in rest), tuple(places))
             entry = of[step.path] = entries.setdefault(key, _Entry(deciders, rest))
             entry.paths.append(step.path)
+            entry.summed += summed
         entry.before += _nbytes(step)
         entry.after += _nbytes(other)
         entry.resized |= step.weight_bytes != other.weight_bytes
@@ -336,6 +356,26 @@ def device_bytes(plan: Plan) -> dict[str, int]:
         for device, count in step.held_bytes.items():
             totals[device] = totals.get(device, 0) + count
     return {device: count for device, count in totals.items() if count}
+
+
+def _experts(hot: Any) -> int:
+    """How many experts `hot_experts` names: text such as "0..15", or text by layer."""
+    texts = hot.values() if isinstance(hot, Mapping) else [] if hot is None else [hot]
+    try:
+        return sum(len(from_ranges(str(text))) for text in texts)
+    except ValueError:  # of a lock file, which is compared unchecked
+        return 0
+
+
+def _together(places: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in places:
+        total.update(each)
+    return dict(total)
+
+
+def _show_places(places: Mapping[str, int]) -> str:
+    return " and ".join(f"{size(count)} on {device}" for device, count in places.items()) or "none"
 
 
 def _show(value: Any) -> str:

@@ -198,6 +198,22 @@ class TestChanges:
         opened = diff_plans(closed("cpu", "K", True), closed("cpu", "K", False))
         assert words(opened) == ["layers.{0..1}.experts.{0..2}: inside experts -> none"]
 
+    def test_hot_experts_are_told_by_how_many_they_are_of_all_layers(self) -> None:
+        def split(*hot: str) -> Plan:
+            return plan(
+                *(
+                    s._replace(kwargs={"hot_experts": {i: text}}, elsewhere={"cuda:1": 10 * len(text.split(","))})
+                    for i, (s, text) in enumerate(zip(layers("experts", operator="K", rule=0), hot, strict=True))
+                )
+            )
+
+        none = plan(*layers("experts", operator="K", rule=0, kwargs={"hot_experts": None}))
+        (change,) = diff_plans(none, split("1", "0..2", "5,9")).changes
+        assert str(change) == "layers.{0..2}.experts: hot_experts 0 -> 6, elsewhere none -> 40 B on cuda:1"
+        assert words(diff_plans(split("1", "2", "3"), split("4", "2", "5"))) == [
+            "layers.{0,2}.experts: hot_experts 2 -> as many others"
+        ]
+
     def test_modules_that_one_plan_has_are_told_by_the_topmost(self) -> None:
         a = plan(
             step(""),

@@ -160,14 +160,14 @@ def _parted(step: Step) -> tuple[list[str], Any]:
 
 
 def _joined(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are alike but for the last part of their names as one, "mlp.{gate_proj,up_proj}". Those with rows below them stand alone, and
-    keep others apart."""
+    """Rows that are alike but for the last part of their names as one: "mlp.{gate_proj,up_proj}". Those with rows below them stand
+    alone, and keep others apart."""
     alike: dict[Any, list[Row]] = {}
     between = 0
     for row in rows:
         between += bool(row.rows)
         before, _, last = row.name.rpartition(".")
-        single = last.endswith("}") or last.isdecimal()
+        single = bool(row.rows) or last.endswith("}") or last.isdecimal()
         alike.setdefault(row.name if single else (between, before, row.count, row.like, row.key), []).append(row)
     return [_join(group) for group in alike.values()]
 
