@@ -24,7 +24,7 @@ from ktopt.plan import ModelRef, Plan, RuleRef, Step
 from ktopt.plan_options import PlanOptions
 from ktopt.registry import find
 from ktopt.ruleset import Rule, RuleSet, rule_devices
-from ktopt.running_ops import check_op, young_enough
+from ktopt.running_ops import Spot, check_op, hot_kwargs, young_enough
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import FILE_START, Origin
 from ktopt.transfers import derive_transfers
@@ -45,14 +45,6 @@ class _Ruling:
     runs: Mapping[str, tuple[str, str]]
     notes: tuple[str, ...]
     keeps: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Spot:
-    """Where a module stands whose experts a rule splits: its layer, and the device of the block around it."""
-
-    layer: int | None
-    around: str
 
 
 def make_plan(
@@ -141,10 +133,10 @@ class _Planner:
             made.append(new(Step, (module.path, *tail)))
         return tied(tuple(made), self.graph, self.stored or {})
 
-    def _spot(self, module: Module, decision: Decision, made: Sequence[Step]) -> _Spot | None:
-        return _Spot(module.layer, made[module.parent].generate_device) if decision.closed_by is None else None
+    def _spot(self, module: Module, decision: Decision, made: Sequence[Step]) -> Spot | None:
+        return Spot(module.layer, made[module.parent].generate_device) if decision.closed_by is None else None
 
-    def _tail(self, module: Module, decision: Decision, made: Sequence[Step], spot: _Spot | None) -> tuple[Any, ...]:
+    def _tail(self, module: Module, decision: Decision, made: Sequence[Step], spot: Spot | None) -> tuple[Any, ...]:
         """All of a row but its path, in the order of Step's fields."""
         if decision.closed_by is not None:
             return self._closed_tail(module, made[decision.closed_by], self._ruling(self.matches.decisions[decision.closed_by]))
@@ -174,7 +166,7 @@ class _Planner:
             takes.elsewhere,
         )
 
-    def _kept(self, module: Module, decision: Decision, spot: _Spot | None = None) -> Kept:
+    def _kept(self, module: Module, decision: Decision, spot: Spot | None = None) -> Kept:
         """What of a module's weights stays as it is stored."""
         if not self.stored or not module.tensors or decision.closed_by is not None:
             return NOTHING_KEPT
@@ -211,14 +203,14 @@ class _Planner:
     def _footprint(self, module: Module, ruling: _Ruling, dtype: str) -> Footprint:
         return ruling.spec.footprint(module, ruling.config, dtype) if module.tensors else NOTHING
 
-    def _ruling(self, decision: Decision, spot: _Spot | None = None) -> _Ruling:
+    def _ruling(self, decision: Decision, spot: Spot | None = None) -> _Ruling:
         key = (decision.rule, decision.place, decision.alias_rules, decision.also, spot)
         ruling = self.rulings.get(key)
         if ruling is None:
             ruling = self.rulings[key] = self._rule(decision, spot)
         return ruling
 
-    def _rule(self, decision: Decision, spot: _Spot | None) -> _Ruling:
+    def _rule(self, decision: Decision, spot: Spot | None) -> _Ruling:
         place = decision.place or self.default_device
         if decision.rule is None:
             device = self._at(place, self._asks(None, (), decision.place))
@@ -288,11 +280,11 @@ class _Planner:
         return device
 
     def _config(
-        self, rule: Rule, generate: str, prefill: str, place: str | None, spot: _Spot | None
+        self, rule: Rule, generate: str, prefill: str, place: str | None, spot: Spot | None
     ) -> tuple[OperatorConfig, dict[str, tuple[str, str]]]:
         """The rule's config with its devices settled, and the ops that give way to others there."""
         spec, config = rule.replace.operator, rule.replace.config
-        changes: dict[str, Any] = self._hot(rule, config, place, spot)
+        changes = hot_kwargs(config, spot, lambda asked: self._at(asked, self._asks(rule, ("hot_device",), place)))
         runs: dict[str, tuple[str, str]] = {}
         for f in dataclasses.fields(config):
             value = getattr(config, f.name)
@@ -323,19 +315,6 @@ class _Planner:
                     if not self.options.remap:
                         check_op(rule, f.name, spec.ops[value], chosen, device, self.report)
         return dataclasses.replace(config, **changes), runs
-
-    def _hot(self, rule: Rule, config: Any, place: str | None, spot: _Spot | None) -> dict[str, Any]:
-        """hot_experts and hot_device as one layer has them; nothing of an operator that has no such kwargs."""
-        if not hasattr(config, "hot_experts"):
-            return {}
-        hot = config.hot_experts
-        if isinstance(hot, Mapping):
-            hot = {spot.layer: hot[spot.layer]} if spot is not None and spot.layer in hot else None
-        if not hot or spot is None:
-            return {"hot_experts": None, "hot_device": None}
-        asked = config.hot_device
-        device = self._at(asked, self._asks(rule, ("hot_device",), place)) if asked else spot.around
-        return {"hot_experts": hot, "hot_device": device}
 
     def _chunk_size(self, value: Any, given: bool) -> Any:
         """Tokens of a prompt at a time: what was asked for beside the rules, else a rule's kwarg, else what `long_context` says,

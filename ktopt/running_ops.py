@@ -1,6 +1,11 @@
-"""Whether the op that a rule names runs where its modules are: by kind of device, and by how old a card is."""
+"""Whether the op that a rule names runs where its modules are, by kind of device and by how old a card is; and where those of a
+layer's experts are that a rule has on another device."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from ktopt.diagnostics import Report
 from ktopt.operator import Op, OperatorSpec, op_on
@@ -38,3 +43,24 @@ def check_op(rule: Rule, kwarg: str, asked: Op, chosen: Op, device: str, report:
         rule.replace.kwarg_origins.get(kwarg, rule.replace.origin),
         help=f"name {chosen.name} for {kind}, or place the modules on {kinds}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a module stands whose experts a rule splits: its layer, and the device of the block around it."""
+
+    layer: int | None
+    around: str
+
+
+def hot_kwargs(config: Any, spot: Spot | None, placed: Callable[[str], str]) -> dict[str, Any]:
+    """hot_experts and hot_device as one layer has them; nothing of an operator that has no such kwargs. `placed` is the device that
+    a named one stands for here."""
+    if not hasattr(config, "hot_experts"):
+        return {}
+    hot = config.hot_experts
+    if isinstance(hot, Mapping):
+        hot = {spot.layer: hot[spot.layer]} if spot is not None and spot.layer in hot else None
+    if not hot or spot is None:
+        return {"hot_experts": None, "hot_device": None}
+    return {"hot_experts": hot, "hot_device": placed(config.hot_device) if config.hot_device else spot.around}

@@ -119,6 +119,7 @@ class _Builder:
         hidden = int(graph.config.get("hidden_size") or 0)
         self.known: dict[tuple[object, ...], tuple[int, float, int]] = {}
         self.known_caches: dict[tuple[int, str], Caches] = {}
+        self.sides: dict[float, Sides] = {}
         self.hops = [hop_us(speed, hidden * ITEM_BYTES[self.plans[0].dtype]) for speed in self.speeds]
 
     def _plans(self, stored: Mapping[str, StoredTensor] | None) -> list[Plan]:
@@ -188,10 +189,6 @@ class _Builder:
         )
         plans, assumed = tuple(self.plans), tuple(self.assumed)
         return Case(problem, tuple(homes), tuple(experts), self.pins, assumed, plans, self.context, tuple(chosen))
-
-    @cached_property
-    def sides(self) -> dict[float, Sides]:
-        return {}
 
     def _sides(self, module: Module) -> Sides:
         chosen = self._share_read(module) * experts_in(module)
