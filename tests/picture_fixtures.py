@@ -20,6 +20,7 @@ rules:
     replace: KTransformersExperts
     kwargs: {generate_op: KExpertsCPU}
 """
+HOT = QWEN.replace("KExpertsCPU}", 'KExpertsCPU, hot_experts: {0: "0..15", 1: "3, 17, 90..99", 2: "0..15"}}')
 HOSTILE = "</script><script>parent.hit=1</script><img src=x onerror=parent.hit=1>\"'&]]>--!><\x1b[2J\\N{}|<b>"
 
 

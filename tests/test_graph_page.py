@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from oracle.upstream_trees import as_graph, upstream_tree
 from page_browser import SCHEMES, Page
-from picture_fixtures import HOSTILE, QWEN, hostile_picture, picture
+from picture_fixtures import HOSTILE, HOT, QWEN, hostile_picture, picture
 
 from ktopt.compiler import run_stages
 from ktopt.picture.html import to_html
@@ -256,6 +256,20 @@ def test_nothing_of_a_strangers_plan_runs(browser: Page, tmp_path: Path) -> None
         0,
     ]
     assert HOSTILE in page.text("#errors")
+    assert page.complaints() == []
+
+
+def test_an_expert_of_a_split_layer_is_on_its_own_device(browser: Page, tmp_path: Path) -> None:
+    page = open_page(browser, picture(HOT, "qwen3-30b-a3b"), tmp_path / "hot.html")
+    look_for(page, "experts[ cuda:0")
+    assert page.text("#found").startswith("44 found")
+    ranges = page.run("return tree.rows.filter((item) => item.hit).map((item) => `${item.path} ${[...item.devices]}`)")
+    assert ranges == [
+        "model.layers.{0,2}.mlp.experts[{0..15}] cuda:0",
+        "model.layers.1.mlp.experts[{3,17,90..99}] cuda:0",
+    ]
+    page.run("reveal('model.layers.1.mlp.experts')")
+    assert "{0..15} or {3,17,90..99}, on cuda:0" in page.text("#details")
     assert page.complaints() == []
 
 

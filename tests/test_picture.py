@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import networkx
 import pytest
-from picture_fixtures import HOSTILE, QWEN, hostile_picture, picture
+from picture_fixtures import HOSTILE, HOT, QWEN, hostile_picture, picture
 
 from ktopt.picture.colours import DARK_INK, DARK_SOFT, LIGHT_INK, LIGHT_SOFT, colours
 from ktopt.picture.data import to_graphml, to_json
@@ -54,7 +54,7 @@ def gpus() -> Picture:
 
 @pytest.fixture(scope="module")
 def pictures(deepseek: Picture, qwen: Picture, gpus: Picture) -> list[Picture]:
-    return [deepseek, qwen, gpus, picture(RULES / "smollm2" / "cpu.yaml", "smollm2-135m")]
+    return [deepseek, qwen, gpus, picture(RULES / "smollm2" / "cpu.yaml", "smollm2-135m"), picture(HOT, "qwen3-30b-a3b")]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,21 @@ class TestThePicture:
         assert not any(t.side == "output" for t in each.plan.transfers)
         assert [edge.by_operator for edge in each.edges] == [False, True]
         assert each.edges[1].nbytes == qwen.edges[1].nbytes
+
+    def test_experts_that_are_split_are_on_both_devices(self) -> None:
+        each = picture(HOT, "qwen3-30b-a3b")
+        split, whole = (g for g in each.root.walk() if g.step.role == "experts")
+        assert (split.pattern, whole.pattern) == ("model.layers.{0..2}.mlp.experts", "model.layers.{3..47}.mlp.experts")
+        own = [edge for edge in each.edges if edge.by_operator and edge.source is split]
+        assert [(e.side, e.from_device, e.to_device, e.count, e.nbytes) for e in own] == [
+            ("input", "cpu", "cuda:0", 3, 3 * 2048 * 4), ("output", "cuda:0", "cpu", 3, 3 * 2048 * 4),
+        ]  # fmt: skip
+        parts = {b.group.name: b for b in lay_out(each, 100).root.walk() if b.group.name in ("others", "hot experts")}
+        assert [each.devices[box.lane].name for box in parts.values()] == ["cpu", "cuda:0"]
+        hot = sum(s.elsewhere["cuda:0"] for s in each.plan.steps if s.elsewhere)
+        assert (parts["others"].group.nbytes, parts["hot experts"].group.nbytes) == (split.own_nbytes - hot, hot)
+        node = next(n for n in json.loads(to_json(each))["nodes"] if n["id"] == split.pattern)
+        assert node["elsewhere"] == {"cuda:0": hot}
 
     def test_devices_hold_what_the_plan_says_by_kind(self, pictures: list[Picture]) -> None:
         for each in pictures:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ktopt.folded import Group
-from ktopt.picture.picture import Picture
+from ktopt.picture.picture import Picture, bytes_elsewhere
 from ktopt.plan import Plan
 from ktopt.render.style import printable
 
@@ -62,7 +62,7 @@ def _node(plan: Plan, group: Group) -> dict[str, Any]:
         "operator": step.operator,
         "device": step.generate_device,
         "replicas": list(step.replicas),
-        "elsewhere": dict(step.elsewhere),
+        "elsewhere": bytes_elsewhere(plan, group),
         "dtype": step.dtype,
         "bytes": group.own_nbytes,
         "bytes_with_children": group.nbytes,

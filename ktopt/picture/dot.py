@@ -58,7 +58,8 @@ def _node(plan: Plan, group: Group, ground: dict[str, Colour]) -> str:
 
 def _devices(group: Group) -> set[str]:
     """The devices that a group and all below it are on."""
-    return {part.step.generate_device for part in group.walk() if part.own_nbytes or part.step.operator != "default"}
+    placed = (part.step for part in group.walk() if part.own_nbytes or part.step.operator != "default")
+    return {device for step in placed for device in (step.generate_device, *step.elsewhere)}
 
 
 def _legend(picture: Picture) -> str:

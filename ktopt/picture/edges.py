@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktopt.folded import Group
-from ktopt.graph import ModuleGraph
-from ktopt.picture.transfer_sizes import Moved, transfer_sizes
+from ktopt.graph import ITEM_BYTES, ModuleGraph
+from ktopt.picture.own_moves import own_moves
+from ktopt.picture.transfer_sizes import Moved, hidden_size, transfer_sizes
 from ktopt.plan import Plan, Transfer
 
 UNKNOWN = Moved(None, "not known")
@@ -23,7 +24,7 @@ class Edge:
     moving  how many of them move something that the target doesn't have already, or may
     nbytes  a token's, of all of them together; None where that isn't known
     what    the tensors in words: "hidden states, positions"
-    by_operator  the operator brings its result to the device itself (`out_device`), and the plan has no transfer for it
+    by_operator  the operator moves them itself, and the plan has no transfer for it
     """
 
     source: Group
@@ -40,13 +41,13 @@ class Edge:
 
 def edges_of(plan: Plan, root: Group, graph: ModuleGraph | None) -> tuple[Edge, ...]:
     """The plan's transfers folded as its tree is, in the order of their first; sizes need the model's tree."""
-    own = _results_brought_back(plan)
-    transfers = [*plan.transfers, *own]
-    moved = transfer_sizes(plan, graph, transfers) if graph is not None else [UNKNOWN] * len(transfers)
+    moved = transfer_sizes(plan, graph) if graph is not None else [UNKNOWN] * len(plan.transfers)
+    own = list(own_moves(plan, hidden_size(plan, graph) if graph is not None else None, ITEM_BYTES.get(plan.dtype, 0)))
+    all_moves = [*zip(plan.transfers, moved, strict=True), *own]
     groups = {path: group for group in root.walk() for path in group.paths}
     found: dict[tuple[int, int, str, str, str, bool], list[tuple[Transfer, Moved]]] = {}
     ends: dict[int, Group] = {}
-    for number, (transfer, size) in enumerate(zip(transfers, moved, strict=True)):
+    for number, (transfer, size) in enumerate(all_moves):
         source, target = (_group_of(groups, path) for path in transfer_ends(transfer))
         ends[id(source)], ends[id(target)] = source, target
         by_operator = number >= len(plan.transfers)
@@ -66,18 +67,6 @@ def transfer_ends(transfer: Transfer) -> tuple[str, str]:
     if transfer.side == "output":
         return transfer.path, parent
     return transfer.after or parent, transfer.path
-
-
-def _results_brought_back(plan: Plan) -> list[Transfer]:
-    """Results that experts bring to their block's device themselves, where inputs are fetched from."""
-    entered = {t.path: t.source for t in plan.transfers if t.side == "input"}
-    left = {t.path for t in plan.transfers if t.side == "output"}
-    found = []
-    for step in plan.steps:
-        wanted = step.kwargs.get("out_device") if step.role == "experts" else None
-        if step.path in entered and step.path not in left and isinstance(wanted, str) and wanted != step.generate_device:
-            found.append(Transfer(step.path, "output", step.generate_device, wanted, step.path))
-    return found
 
 
 def _group_of(groups: dict[str, Group], path: str) -> Group:

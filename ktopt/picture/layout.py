@@ -8,12 +8,12 @@ transfer is a line from the lane that it leaves to the lane that it enters, in t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ktopt.folded import Group
 from ktopt.picture.edges import Edge
-from ktopt.picture.picture import Picture
+from ktopt.picture.picture import Picture, bytes_elsewhere
 
 MARGIN = 24
 LANE_GAP = 64
@@ -99,21 +99,39 @@ class _Layout:
         self.picture = picture
         self.number = {device.name: i for i, device in enumerate(picture.lanes)} or {picture.plan.default_device: 0}
         self.lane_width = WIDTHS.get(len(self.number), NARROW)
+        self.drawn_as: dict[int, Group] = {}
+        self.root = self._with_parts(picture.root)
         self.used: dict[int, frozenset[int]] = {}
-        self._find_lanes(picture.root)
-        self.depth = self._frames_deep(picture.root)
+        self._find_lanes(self.root)
+        self.depth = self._frames_deep(self.root)
         self.left = MARGIN + FRAME_PAD + FRAME_STEP * self.depth
         self.before, self.after = self._edges_by_box(picture.edges)
         self.arrows: list[Arrow] = []
         self.bottoms: dict[int, float] = {}
         self.drawn: dict[Any, str] = {}
-        self.many = {id(child): child.count for g in picture.root.walk() for child in g.children if child.count != g.count}
+        self.many = {id(child): child.count for g in self.root.walk() for child in g.children if child.count != g.count}
 
     def made(self, top: float) -> Layout:
-        root = self.place(self.picture.root, top, 0)
+        root = self.place(self.root, top, 0)
         lanes = [self.lane_x(i) for i in range(len(self.number))]
         width = lanes[-1] + self.lane_width + self.left
         return Layout(root, self.arrows, lanes, self.lane_width, width, root.bottom + MARGIN)
+
+    def _with_parts(self, group: Group) -> Group:
+        """The group to draw: experts that are split over devices have a part on each."""
+        children = tuple(self._with_parts(child) for child in group.children)
+        there = bytes_elsewhere(self.picture.plan, group)
+        if there:
+            step = group.step._replace(elsewhere={})
+            kept = group.own_nbytes - sum(there.values())
+            hot = {**step.kwargs, "generate_op": step.kwargs.get("hot_op")}
+            parts = [replace(group, name="others", step=step, own_nbytes=kept, nbytes=kept, children=())]
+            for device, count in there.items():
+                placed = step._replace(generate_device=device, kwargs=hot, runs={})
+                parts.append(replace(group, name="hot experts", step=placed, own_nbytes=count, nbytes=count, children=()))
+            children += tuple(parts)
+        made = self.drawn_as[id(group)] = replace(group, children=children)
+        return made
 
     def lane_x(self, lane: int) -> float:
         return self.left + lane * (self.lane_width + LANE_GAP)
@@ -138,13 +156,17 @@ class _Layout:
 
     def _edges_by_box(self, edges: Iterable[Edge]) -> tuple[dict[int, list[Edge]], dict[int, list[Edge]]]:
         """Edges that move something, by the group above or below whose box they are drawn."""
-        above: dict[int, Group] = {id(child): group for group in self.picture.root.walk() for child in group.children}
+        above: dict[int, Group] = {id(child): group for group in self.root.walk() for child in group.children}
         before: dict[int, list[Edge]] = {}
         after: dict[int, list[Edge]] = {}
         for edge in edges:
             if edge.nbytes == 0 or edge.from_device not in self.number or edge.to_device not in self.number:
                 continue
             end, kept = (edge.target, before) if edge.side == "input" else (edge.source, after)
+            end = self.drawn_as[id(end)]
+            if edge.source is edge.target or (edge.source.step.elsewhere and edge.side == "output"):
+                device = edge.to_device if edge.side == "input" else edge.from_device
+                end = next((part for part in end.children if part.step.generate_device == device), end)
             while id(end) in above and not self.is_frame(above[id(end)]):
                 end = above[id(end)]
             kept.setdefault(id(end), []).append(edge)

@@ -5,7 +5,8 @@ module. 75,000 modules of which each expert is one take some kilobytes.
     tree   the root's node: {n: name, k: numbers where it stands for several of one parent, f: number of its facts, b: bytes of its
            own tensors, s: nodes below, a: older path by which the rule took it, o: notes}; b, a and o are {each: [...]} where the
            modules differ in them, in the order of the tree. "#" in an older path stands for the next number of the module's own.
-           v: it is no module, but so many slices of the module above it
+           v: it is no module, but so many slices of the module above it. h: the hot ones of them, {each: [...]} where the modules
+           above differ
 
 Numbers of a parent's member i stand at i*len(k) and the following.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from ktopt.folded import Group, fold_plan
 from ktopt.graph import Module
+from ktopt.pattern.numbers import from_ranges
 from ktopt.picture.picture import BESIDE, KINDS, Picture
 from ktopt.plan import Plan, Step
 
@@ -83,6 +85,8 @@ class _Writer:
         for key, values in (("a", [_template(s) for s in steps]), ("o", [list(s.notes) for s in steps])):
             if any(values):
                 made[key] = _one_or_all(values)
+        if group.step.elsewhere:
+            made["h"] = _one_or_all([_hot(s) for s in steps])
         below = [*(self.node(child, group.count) for child in group.children), *self.slices(group, steps)]
         return {**made, "s": below} if below else made
 
@@ -93,8 +97,9 @@ class _Writer:
         if experts < 2:
             return []
         facts = {**_facts(group.step), "role": "expert", "cls": f"one of the {experts} of {group.step.cls.rpartition('.')[2]}"}
-        each = _one_or_all([_own_bytes(s) // experts for s in steps for _ in range(experts)])
-        return [{"n": "", "k": list(range(experts)), "f": self.number(facts), "b": each, "v": 1}]
+        each = _one_or_all([count for step in steps for count in _slice_bytes(step, experts)])
+        made = {"n": "", "k": list(range(experts)), "f": self.number(facts), "b": each, "v": 1}
+        return [{**made, "h": _one_or_all([_hot(s) for s in steps])} if group.step.elsewhere else made]
 
     def number(self, facts: dict[str, Any]) -> int:
         key = json.dumps(facts, sort_keys=True)
@@ -108,13 +113,27 @@ def _own_bytes(step: Step) -> int:
     return step.weight_bytes * (1 + len(step.replicas))
 
 
+def _hot(step: Step) -> list[int]:
+    """The numbers of a layer's hot experts: its row names those of its own layer."""
+    hot = step.kwargs.get("hot_experts")
+    text = next(iter(hot.values()), "") if isinstance(hot, Mapping) else hot or ""
+    return list(from_ranges(str(text)))
+
+
+def _slice_bytes(step: Step, experts: int) -> list[int]:
+    """Bytes of each expert of a layer, about: those on one device share its bytes alike."""
+    hot, there = set(_hot(step)) if step.elsewhere else set(), sum(step.elsewhere.values())
+    cold = (step.weight_bytes - there) // max(1, experts - len(hot))
+    return [there // len(hot) if number in hot else cold for number in range(experts)]
+
+
 def _facts(step: Step) -> dict[str, Any]:
     """What is to be said of a module but for its path, bytes, older name and notes; without what is empty."""
     found = {
         "cls": step.cls,
         "role": step.role,
         "op": step.operator,
-        "kw": _plain(step.kwargs),
+        "kw": _plain({key: value for key, value in step.kwargs.items() if key != "hot_experts"}),
         "dev": step.generate_device,
         "pre": step.prefill_device,
         "dt": step.dtype,

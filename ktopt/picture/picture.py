@@ -136,6 +136,15 @@ def devices_of(plan: Plan, hardware: Hardware | None) -> tuple[DeviceUse, ...]:
     return tuple(found)
 
 
+def bytes_elsewhere(plan: Plan, group: Group) -> dict[str, int]:
+    """Of a group's own bytes, what is on other devices than its own: hot experts."""
+    found: dict[str, int] = {}
+    for path in group.paths if group.step.elsewhere else ():
+        for device, count in plan.by_path[path].elsewhere.items():
+            found[device] = found.get(device, 0) + count
+    return found
+
+
 def device_order(name: str) -> tuple[bool, str, int]:
     """Accelerators by kind and number, main memory last."""
     kind, _, number = name.partition(":")

@@ -8,7 +8,6 @@ attention functions need none for one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktopt.graph import ITEM_BYTES, Module, ModuleGraph
@@ -39,10 +38,20 @@ class Moved:
     what: str
 
 
-def transfer_sizes(plan: Plan, graph: ModuleGraph, transfers: Sequence[Transfer]) -> list[Moved]:
-    """What each transfer moves, in their order."""
+def transfer_sizes(plan: Plan, graph: ModuleGraph) -> list[Moved]:
+    """What each of the plan's transfers moves, in their order."""
     sizes = _Sizes(plan, graph)
-    return [sizes.of(transfer) for transfer in transfers]
+    return [sizes.of(transfer) for transfer in plan.transfers]
+
+
+def hidden_size(plan: Plan, graph: ModuleGraph) -> int:
+    """Numbers of a token's hidden states."""
+    embedding = _embedding(graph)
+    return embedding.tensors[0].shape[-1] if embedding else int(plan.model.config.get("hidden_size") or 0)
+
+
+def _embedding(graph: ModuleGraph) -> Module | None:
+    return next((m for m in graph.modules if m.role == "embedding" and m.tensors), None)
 
 
 class _Sizes:
@@ -51,8 +60,7 @@ class _Sizes:
     def __init__(self, plan: Plan, graph: ModuleGraph) -> None:
         self.graph, config = graph, plan.model.config
         self.item = ITEM_BYTES[plan.dtype]
-        embedding = next((m for m in graph.modules if m.role == "embedding" and m.tensors), None)
-        self.hidden = embedding.tensors[0].shape[-1] if embedding else int(config.get("hidden_size") or 0)
+        embedding, self.hidden = _embedding(graph), hidden_size(plan, graph)
         rotary = [m for m in graph.modules if m.role == "rotary" and m.layer is None]
         self.frequencies = {
             t.name: t.numel for m in rotary for t in m.tensors if t.name.endswith("inv_freq") and "original" not in t.name

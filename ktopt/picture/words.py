@@ -56,7 +56,7 @@ def edge_text(edge: Edge) -> str:
     """An edge in full, for a tooltip."""
     where = edge.target.pattern if edge.side == "input" else edge.source.pattern
     total = "bytes not known" if edge.nbytes is None else f"{size(edge.nbytes)} a token"
-    by_whom = ", by its operator (out_device)" if edge.by_operator else ""
+    by_whom = ", by its operator" if edge.by_operator else ""
     return printable(
         f"{edge.side} of {where or 'the model'}: {edge.from_device} to {edge.to_device}, {plural(edge.count, 'transfer')}, "
         f"{total}: {edge.what}{by_whom}"

@@ -15,7 +15,7 @@ function showDetails(item) {
   add("Operator", operator);
   add("Rule", ruleText(own));
   add("By its older path", olderOf(item));
-  if (item.node.devices.size) add("Device", ...[...item.node.devices].sort(byDevice).map((name) => make("span", { class: "device" }, swatch(name), name)));
+  if (item.devices.size) add("Device", ...[...item.devices].sort(byDevice).map((name) => make("span", { class: "device" }, swatch(name), name)));
   if (own.pre && own.pre !== own.dev) add("Prefill device", own.pre, " (recorded only)");
   if (isPlaced(item.node)) add("Held in", kept);
   if (item.bytes) add("Bytes", `${bytes(item.bytes)} (${count(item.bytes)})`, eachText(item));
@@ -23,6 +23,7 @@ function showDetails(item) {
   else add("Modules", item.node.s || item.count > 1 ? count(item.node.modules * item.count) : null);
   add("Inside", own.in ? `a closed module, ${plural(own.in, "level")} above (recursive: false)` : null);
   for (const [asked, [runs, why]] of Object.entries(own.runs || {})) add(`${asked} gives way`, `to ${runs}: ${why}`);
+  add("Hot experts", hotOf(item));
   const kwargs = isPlaced(item.node) ? Object.entries(own.kw || {}) : [];
   if (kwargs.length) add("kwargs", make("span", { class: "kwargs" }, kwargs.map(([key, value]) => `${key}: ${JSON.stringify(value)}`).join("\n")));
   const notes = notesOf(item);
@@ -41,6 +42,14 @@ function olderOf(item) {
   if (!a) return null;
   if (item.count === 1) return olderPath(pick(a, item.indices[0]), item.path) || null;
   return typeof a === "string" ? a : pick(a, item.indices[0]) ? `${pick(a, item.indices[0])} and others` : null;
+}
+
+/** The hot experts of a split layer, on the other of its devices. */
+function hotOf(item) {
+  const { h, v } = item.node;
+  if (!h || v) return null;
+  const sets = [...new Set(item.indices.map((index) => ranges(pick(h, index))))];
+  return `${sets.slice(0, 6).join(" or ")}${sets.length > 6 ? " and others" : ""}, on ${item.facts.else.join(", ")}`;
 }
 
 function eachText(item) {

@@ -55,7 +55,7 @@ function showTransfers() {
     make("td", {}, `${row.side} of `, button((row.side === "input" ? row.target : row.source) || "the model", null, () => reveal(row.path), "link")),
     make("td", { class: "right" }, count(row.count)),
     make("td", { class: "right" }, row.bytes === null ? "?" : row.bytes ? bytes(row.bytes) : "-"),
-    make("td", {}, row.what, row.own ? ", by its operator (out_device)" : ""))));
+    make("td", {}, row.what, row.own ? ", by its operator" : ""))));
 }
 
 function showWords() {

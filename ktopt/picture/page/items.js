@@ -26,7 +26,7 @@ function prepare(node) {
   node.modules = node.v ? 0 : 1;
   node.total = typeof node.b === "number" ? node.b : null;
   node.devices = new Set();
-  if (isPlaced(node)) for (const device of [facts[node.f].dev, ...(facts[node.f].rep || []), ...(facts[node.f].else || [])]) node.devices.add(device);
+  if (isPlaced(node)) for (const device of devicesOfFacts(facts[node.f])) node.devices.add(device);
   for (const child of node.s || []) {
     prepare(child);
     node.modules += child.many * child.modules;
@@ -34,6 +34,16 @@ function prepare(node) {
     if (child.v) continue; // slices are part of the node's own tensors
     node.total = node.total === null || child.total === null ? null : node.total + child.many * child.total;
   }
+}
+
+function devicesOfFacts({ dev, rep = [], else: elsewhere = [] }) {
+  return [dev, ...rep, ...elsewhere];
+}
+
+/** The device of one slice of a module that is split: hot ones are elsewhere. */
+function deviceOfSlice(node, index) {
+  const hot = pick(node.h, Math.floor(index / node.many));
+  return hot.includes(node.k[index % node.many]) ? facts[node.f].else[0] : facts[node.f].dev;
 }
 
 function expand(indices, many, positions) {
@@ -85,6 +95,12 @@ class Item {
   get indices() {
     if (!this.kept) this.kept = this.context ? expand(this.context.indices, this.node.many, this.positions) : [0];
     return this.kept;
+  }
+
+  get devices() {
+    if (!this.node.v || !this.node.h) return this.node.devices;
+    if (!this.on) this.on = new Set(this.indices.map((index) => deviceOfSlice(this.node, index)));
+    return this.on;
   }
 
   get bytes() {

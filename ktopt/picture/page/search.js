@@ -1,10 +1,11 @@
 // Finding modules: the tree with only what leads to modules that have every word, folded where what is found is alike.
 "use strict";
 
-/** What is searched of a node beside its members' paths. */
+/** What is searched of a node beside its members' paths, and beside the devices of slices that are on several. */
 function wordsOf(node) {
-  const { cls, role, op, dev, rule, st, rep, kw } = facts[node.f];
-  const placed = isPlaced(node) ? [op, dev, ...(rep || []), ...(st || []), kw?.generate_op] : [];
+  const { cls, role, op, rule, st, kw } = facts[node.f];
+  const on = node.v && node.h ? [] : devicesOfFacts(facts[node.f]);
+  const placed = isPlaced(node) ? [op, ...on, ...(st || []), kw?.generate_op] : [];
   const by = rule === undefined ? [] : [plan.rules[rule].id, `${plan.rules[rule].file}:${plan.rules[rule].line}`];
   return [cls, role, ...placed, ...by].filter((word) => typeof word === "string").join("\n").toLowerCase();
 }
@@ -22,7 +23,8 @@ function find(words) {
       missing.set(node, words.filter((word) => !text.includes(word)));
     }
     const older = node.a ? pick(node.a, index).toLowerCase() : "";
-    const hit = missing.get(node).every((word) => path.includes(word) || (older && olderPath(older, path).includes(word)));
+    const also = [path, older && olderPath(older, path), node.v && node.h ? deviceOfSlice(node, index) : ""];
+    const hit = missing.get(node).every((word) => also.some((text) => text.includes(word)));
     if (hit) {
       found += 1;
       total += pick(node.b, index);

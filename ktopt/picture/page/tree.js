@@ -201,7 +201,7 @@ function shortClass(own) {
 
 /** The devices of a module and all below it: two by name, more by number. */
 function devicesOf(item) {
-  const names = [...item.node.devices].sort(byDevice);
+  const names = [...item.devices].sort(byDevice);
   if (names.length < 3) return make("span", { class: "devices" }, ...names.map((name) => make("span", { class: "device" }, swatch(name), ...marked(name))));
   return make("span", { class: "devices", title: names.join(", ") }, ...names.slice(0, 9).map(swatch), `${names.length} devices`);
 }
