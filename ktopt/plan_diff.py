@@ -40,6 +40,9 @@ class Field:
 
     def __str__(self) -> str:
         show = _show_places if self.name == "elsewhere" else _show
+        if self.name == "cls":
+            before, after = (text.rpartition(".")[2] for text in (self.before, self.after))
+            return f"class {before} -> {after}" if before != after else f"class {self.before} -> {self.after}"
         if self.name == HOT and self.before == self.after:
             return f"hot_experts {self.before} -> as many others"
         return f"{self.name.removeprefix('kwargs.')} {show(self.before)} -> {show(self.after)}"

@@ -153,6 +153,11 @@ class TestChanges:
         b = plan(step("a", operator="K", kwargs={"generate_op": "Fast", "more": 1}))
         assert words(diff_plans(plan(step("a")), b)) == ["a: operator default -> K, generate_op none -> Fast"]
 
+    def test_a_class_goes_by_its_name_where_that_tells_them_apart(self) -> None:
+        a, b, c = (plan(step("a", cls=name)) for name in ("old.Norm", "old.FusedNorm", "new.Norm"))
+        assert words(diff_plans(a, b)) == ["a: class Norm -> FusedNorm"]
+        assert words(diff_plans(a, c)) == ["a: class old.Norm -> new.Norm"]
+
     def test_devices_that_differ_apart_are_told_apart(self) -> None:
         b = plan(step("a", prefill_device="cpu"))
         assert words(diff_plans(plan(step("a")), b)) == ["a: prefill_device cuda:0 -> cpu"]
