@@ -138,10 +138,15 @@ def _on_model(
         stored = usual_storage(graph, options.storage) if options.storage is not None else stored
     storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
     made_room = ""
+    blocks = options.mode == LONG_CONTEXT
+
+    def in_mode(plan: Plan) -> Plan:
+        return attend_by_blocks(plan, graph) if blocks else plan
+
     if ruleset.auto is not None and options.hardware is not None and wants_plan:
         from ktopt.placing.place import place_automatically
 
-        ruleset, made_room = place_automatically(ruleset, graph, options.hardware, options, stored, report)
+        ruleset, made_room = place_automatically(ruleset, graph, options.hardware, options, stored, report, in_mode)
     matches = match(ruleset, graph, options.hardware, report, storage=storage)
     check_selection(matches, report)
     if weights is not None:
@@ -150,9 +155,7 @@ def _on_model(
         check_weights(matches, weights, report)
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
-    plan = make_plan(ruleset, graph, matches, options, report, stored)
-    if options.mode == LONG_CONTEXT:
-        plan = attend_by_blocks(plan, graph)
+    plan = in_mode(make_plan(ruleset, graph, matches, options, report, stored))
     notes = (*plan.notes, made_room) if made_room else plan.notes
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)), notes=notes)
     return Compilation(document, ruleset, graph, matches, plan, report)

@@ -247,6 +247,14 @@ def test_a_cache_of_blocks_is_in_main_memory_and_a_card_reads_what_is_chosen(tmp
     assert blocks.token_us < 0.8 * whole.token_us
 
 
+def test_place_auto_in_mode_long_context_places_a_cache_of_blocks() -> None:
+    auto = "version: 1\nlong_context: {max_seq_len: 262144}\nplace: auto\nrules: []\n"
+    plan = ktopt.compile(SourceFile("r.yaml", auto), "llama-3.1-8b", hardware="1x24GB+64GB", mode="long_context", context=131_072)
+    assert {step.generate_device for step in plan.steps if step.role == "attention"} == {"cuda:0"}
+    plain = ktopt.compile(SourceFile("r.yaml", auto), "llama-3.1-8b", hardware="1x24GB+64GB", context=131_072)
+    assert "cpu" in {step.generate_device for step in plain.steps if step.role == "attention"}
+
+
 def test_a_context_whose_blocks_main_memory_does_not_hold_is_not_placed() -> None:
     with pytest.raises(NothingFits):
         placed(BLOCKS, "llama-3.1-8b", "1x24GB+6GB", 131_072)

@@ -99,6 +99,7 @@ def check_generation(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace, threads: Threads) -> Loaded:
     """The model that the arguments of add_what_runs and add_target name, with a bar on stderr. KtoptError where it can't be."""
     long = args.mode == LONG_CONTEXT
+    args.room = max(getattr(args, "room", None) or 0, args.context or 0) or None
     plan, named, weights = _long_context(args) if long else _plain(args)
     if args.show_plan:
         print(plan_table(plan, columns(sys.stdout), style_of(sys.stdout)), flush=True)

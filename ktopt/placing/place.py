@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ktopt.diagnostics import KtoptError, Report
@@ -14,6 +14,7 @@ from ktopt.placing.solve import solve
 from ktopt.placing.splits import Hot, with_hot
 from ktopt.placing.units import Case, make_case
 from ktopt.placing.writing import Line, place_lines
+from ktopt.plan import Plan
 from ktopt.plan_options import PlanOptions
 from ktopt.popularity import Popularity
 from ktopt.ruleset import Place, RuleSet
@@ -60,13 +61,15 @@ def place(
     stored: Mapping[str, StoredTensor] | None = None,
     context: int | None = None,
     popularity: Popularity | None = None,
+    after: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Placing:
-    """The best placement of what a native rule set leaves free, with `popularity` of single experts too. NothingFits where none
-    fits; KtoptError where the model or its pins can't be placed, or the solver is missing."""
+    """The best placement of what a native rule set leaves free, with `popularity` of single experts too. `after` is what is made
+    of a plan before it runs. NothingFits where none fits; KtoptError where the model or its pins can't be placed, or the solver is
+    missing."""
     tokens = context or DEFAULT_CONTEXT
 
     def case_of(tokens: int) -> Case:
-        return make_case(ruleset, graph, hardware, options, stored, tokens, popularity)
+        return make_case(ruleset, graph, hardware, options, stored, tokens, popularity, after)
 
     case = case_of(tokens)
     solution = solve(case.problem)
@@ -91,13 +94,14 @@ def place_automatically(
     options: PlanOptions,
     stored: Mapping[str, StoredTensor] | None,
     report: Report,
+    after: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> tuple[RuleSet, str]:
     """The rule set with a map in the place of `place: auto`, and what a plan has to say of it. KT506 where nothing fits, and the
     rule set without a map."""
     assert ruleset.auto is not None
     tokens = options.context or max(DEFAULT_CONTEXT, options.room or 0)
     try:
-        placing = place(ruleset, graph, hardware, options, stored, tokens, options.popularity)
+        placing = place(ruleset, graph, hardware, options, stored, tokens, options.popularity, after)
     except NothingFits as error:
         report.error("KT506", error.message, ruleset.auto.origin, help=error.help)
         return replace(ruleset, auto=None), ""

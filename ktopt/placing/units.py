@@ -6,7 +6,7 @@ bytes are read off these plans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -80,15 +80,16 @@ def make_case(
     stored: Mapping[str, StoredTensor] | None,
     context: int,
     popularity: Popularity | None = None,
+    after: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Case:
-    """The case of a rule set without what its `place:` leaves to ktopt; with `popularity`, hot experts are left to it too.
-    KtoptError for models, pins and profiles that can't be placed."""
+    """The case of a rule set without what its `place:` leaves to ktopt; with `popularity`, hot experts are left to it too. `after`
+    is what is made of a plan before it runs. KtoptError for models, pins and profiles that can't be placed."""
     layers = {m.parent for m in graph.modules if m.layer is not None and graph.modules[m.parent].layer is None}
     if len(layers) != 1:
         raise KtoptError(f"{graph.name or 'this model'} has no single list of decoder layers, so there is no order to place it in")
     if popularity is not None:
         check_popularity(popularity, graph)
-    return _Builder(ruleset, graph, hardware, options, stored, context, popularity).case()
+    return _Builder(ruleset, graph, hardware, options, stored, context, popularity, after).case()
 
 
 class _Builder:
@@ -101,6 +102,7 @@ class _Builder:
         stored: Mapping[str, StoredTensor] | None,
         context: int,
         popularity: Popularity | None,
+        after: Callable[[Plan], Plan],
     ) -> None:
         self.graph, self.context, self.ruleset, self.options = graph, context, ruleset, options
         self.popularity, self.whole = popularity, without_hot(ruleset)
@@ -111,7 +113,7 @@ class _Builder:
         self.speeds = [speeds[name] for name in self.names]
         storage = {name: tensor.types for name, tensor in stored.items()} if stored is not None and ruleset.asks_storage else None
         self.matches = match(self.whole, graph, hardware, Report(), storage=storage)
-        self.plans = self._plans(stored)
+        self.plans = self._plans(stored, after)
         self.pins = self._pins()
         self.piece = min(context, prompt_piece(self.plans[0]) or context)
         self.fixed_bytes, self.fixed_us = [0] * len(self.devices), 0.0
@@ -122,7 +124,7 @@ class _Builder:
         self.sides: dict[float, Sides] = {}
         self.hops = [hop_us(speed, hidden * ITEM_BYTES[self.plans[0].dtype]) for speed in self.speeds]
 
-    def _plans(self, stored: Mapping[str, StoredTensor] | None) -> list[Plan]:
+    def _plans(self, stored: Mapping[str, StoredTensor] | None, after: Callable[[Plan], Plan]) -> list[Plan]:
         """For each device a plan with all on it that nothing pins; one for devices of a kind and compute capability."""
         made: dict[tuple[str, int | None], Plan] = {}
         plans = []
@@ -130,7 +132,7 @@ class _Builder:
             key = (device.kind, device.sm)
             if key not in made:
                 options = replace(self.options, device=device.name)
-                made[key] = make_plan(self.whole, self.graph, self.matches, options, Report(), stored)
+                made[key] = after(make_plan(self.whole, self.graph, self.matches, options, Report(), stored))
             plans.append(made[key])
         return plans
 
