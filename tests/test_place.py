@@ -17,6 +17,7 @@ from ktopt.compiler import run_stages
 from ktopt.diagnostics import KtoptError, Report
 from ktopt.hardware import load_hardware
 from ktopt.parse import parse
+from ktopt.placing.caches import caches_of
 from ktopt.placing.place import NothingFits, Placing, place
 from ktopt.plan import Plan
 from ktopt.plan_options import PlanOptions
@@ -245,6 +246,18 @@ def test_a_cache_of_blocks_is_in_main_memory_and_a_card_reads_what_is_chosen(tmp
     whole = placed(NOTHING, "llama-3.1-8b", "1x80GB+64GB", context)
     blocks = placed(BLOCKS, "llama-3.1-8b", "1x80GB+64GB", context)
     assert blocks.token_us < 0.8 * whole.token_us
+
+
+def test_a_token_reads_of_a_layer_with_a_sliding_window_what_is_in_it() -> None:
+    context = 32_768
+    plan = ktopt.compile(SourceFile("r.yaml", NOTHING), "gemma-3-270m")
+    config = plan.model.config
+    caches = caches_of(plan, "cpu", context, 512).costs
+    token = 2 * config["num_key_value_heads"] * config["head_dim"] * 2
+    assert "sliding_attention" in config["layer_types"]
+    for layer, kind in enumerate(config["layer_types"]):
+        seen = config["sliding_window"] if kind == "sliding_attention" else context
+        assert caches[f"model.layers.{layer}.self_attn"].read == seen * token
 
 
 def test_place_auto_in_mode_long_context_places_a_cache_of_blocks() -> None:

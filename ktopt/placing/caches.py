@@ -17,6 +17,7 @@ from ktopt.cache.blocks.memory import (
     tiers,
 )
 from ktopt.config import QUANTISED, LongContextSettings, sink_blocks
+from ktopt.diagnostics import KtoptError
 from ktopt.placement import device_kind
 from ktopt.plan import Plan, Step
 from ktopt.working_memory import attention_working, block_settings, keeps_blocks, layer_number
@@ -50,11 +51,21 @@ def caches_of(plan: Plan, device: str, context: int, piece: int) -> Caches:
     steps = [step._replace(generate_device=device) for step in plan.steps if step.role == "attention"]
     blocked = [step for step in steps if keeps_blocks(step)]
     found = _blocked(plan, blocked, device_kind(device), context, piece) if blocked else Caches({})
+    windows = _windows(plan)
     for step in steps:
         if step.path not in found.costs:
-            held, read = (attention_working(plan, step, context, tokens).cache_bytes for tokens in (piece, 1))
+            seen = min(context, windows[number] or context) if (number := layer_number(step.path)) < len(windows) else context
+            held, read = (attention_working(plan, step, *tokens).cache_bytes for tokens in ((context, piece), (seen, 1)))
             found.costs[step.path] = CacheCost(held, 0, min(held, read))
     return found
+
+
+def _windows(plan: Plan) -> list[int | None]:
+    """Of each layer the tokens that a query sees, None for all; nothing where the config doesn't tell."""
+    try:
+        return [shape.window if shape is not None else None for shape in layer_shapes(plan.model.config)]
+    except KtoptError:
+        return []
 
 
 def _blocked(plan: Plan, steps: Sequence[Step], kind: str, context: int, piece: int) -> Caches:
