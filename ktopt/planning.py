@@ -284,7 +284,7 @@ class _Planner:
     ) -> tuple[OperatorConfig, dict[str, tuple[str, str]]]:
         """The rule's config with its devices settled, and the ops that give way to others there."""
         spec, config = rule.replace.operator, rule.replace.config
-        changes = hot_kwargs(config, spot, lambda asked: self._at(asked, self._asks(rule, ("hot_device",), place)))
+        changes = hot_kwargs(rule, spot, lambda asked: self._at(asked, self._asks(rule, ("hot_device",), place)))
         runs: dict[str, tuple[str, str]] = {}
         for f in dataclasses.fields(config):
             value = getattr(config, f.name)
@@ -296,7 +296,7 @@ class _Planner:
                 changes[f.name] = self._chunk_size(value, f.name in rule.replace.given)
             elif f.name == "transfer_map" and value:
                 changes[f.name] = {layer: self.options.place(canonical_device(d)) for layer, d in value.items()}
-            elif f.name in ("hot_experts", "hot_device"):
+            elif f.name in changes:
                 continue
             elif f.metadata.get("device") and isinstance(value, str):
                 changes[f.name] = self.options.place(value)

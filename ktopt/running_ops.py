@@ -53,9 +53,10 @@ class Spot:
     around: str
 
 
-def hot_kwargs(config: Any, spot: Spot | None, placed: Callable[[str], str]) -> dict[str, Any]:
-    """hot_experts and hot_device as one layer has them; nothing of an operator that has no such kwargs. `placed` is the device that
-    a named one stands for here."""
+def hot_kwargs(rule: Rule, spot: Spot | None, placed: Callable[[str], str]) -> dict[str, Any]:
+    """hot_experts and hot_device as one layer has them, and where its result goes unless the rule says; nothing of an operator that
+    has no such kwargs. `placed` is the device that a named one stands for here."""
+    config: Any = rule.replace.config
     if not hasattr(config, "hot_experts"):
         return {}
     hot = config.hot_experts
@@ -63,4 +64,5 @@ def hot_kwargs(config: Any, spot: Spot | None, placed: Callable[[str], str]) -> 
         hot = {spot.layer: hot[spot.layer]} if spot is not None and spot.layer in hot else None
     if not hot or spot is None:
         return {"hot_experts": None, "hot_device": None}
-    return {"hot_experts": hot, "hot_device": placed(config.hot_device) if config.hot_device else spot.around}
+    result = {} if "out_device" in rule.replace.given else {"out_device": spot.around}
+    return {"hot_experts": hot, "hot_device": placed(config.hot_device) if config.hot_device else spot.around, **result}

@@ -152,6 +152,7 @@ def test_a_plan_counts_hot_experts_where_their_block_is(tiny: Any) -> None:
         assert step.generate_device == "cpu"
         assert step.kwargs["hot_device"] == "cuda:0"
         assert list(step.kwargs["hot_experts"]) == [layer]
+        assert [t.side for t in plan.transfers if t.path == path] == ["input"]  # results are summed where the block is
         assert step.elsewhere == {"cuda:0": other.weight_bytes // experts * count}
         assert step.weight_bytes == other.weight_bytes
     moved = sum(sum(step.elsewhere.values()) for step in plan.steps)

@@ -85,7 +85,7 @@ class TestThePicture:
         assert (split.pattern, whole.pattern) == ("model.layers.{0..2}.mlp.experts", "model.layers.{3..47}.mlp.experts")
         own = [edge for edge in each.edges if edge.by_operator and edge.source is split]
         assert [(e.side, e.from_device, e.to_device, e.count, e.nbytes) for e in own] == [
-            ("input", "cpu", "cuda:0", 3, 3 * 2048 * 4), ("output", "cuda:0", "cpu", 3, 3 * 2048 * 4),
+            ("input", "cpu", "cuda:0", 3, 3 * 2048 * 4), ("output", "cpu", "cuda:0", 3, 3 * 2048 * 4),
         ]  # fmt: skip
         parts = {b.group.name: b for b in lay_out(each, 100).root.walk() if b.group.name in ("others", "hot experts")}
         assert [each.devices[box.lane].name for box in parts.values()] == ["cpu", "cuda:0"]
