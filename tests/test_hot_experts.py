@@ -11,6 +11,7 @@ import pytest
 import torch
 from apply_fixtures import PROMPT
 from gguf_fixtures import make_folder, make_gguf, tiny_model
+from pretend_device import DEVICE, PretendDevice
 from test_experts_operator import INNER, E, Stored, calls, close, context, original, theirs
 
 import ktopt
@@ -217,3 +218,22 @@ def test_a_fused_layer_over_split_experts_is_left_as_it_is_and_the_plan_says_so(
     assert names[:2] == ["Qwen3MoeDecoderLayer", "KQwen3MoeDecoderLayer"]
     with torch.no_grad():
         assert close(applied(PROMPT).logits, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@torch.no_grad()
+def test_no_operation_mixes_the_devices_of_the_two_sides(tokens: int) -> None:
+    """The hot side on a device that refuses what a GPU would, with numbers."""
+    experts, arguments = split(Stored("Q4_K", "Q6_K")), calls(tokens)
+    expected = experts(*arguments)
+    with PretendDevice():
+        hot = experts.sides[0]
+        hot.device = DEVICE
+        hot.experts._parameters = {name: weight.to(DEVICE) for name, weight in hot.experts._parameters.items()}
+        found = experts(*arguments)
+        experts.out_device = "meta"
+        there = experts(*arguments)
+        assert there.device == DEVICE
+        there = there.to("cpu")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(there, expected)
