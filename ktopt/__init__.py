@@ -2,6 +2,7 @@
 
     plan = ktopt.compile("rules.yaml", "deepseek-v3")        what each module becomes, and why
     report = ktopt.check("rules.yaml", "deepseek-v3")        what is wrong with a rule file
+    memory = ktopt.memory(plan, 4096)                        what it takes on each device for a context
     model = ktopt.apply(plan, weights="model.gguf")          a transformers model, optimized
     model, tokenizer = ktopt.load_model("folder")            the same from a folder that `ktopt apply` wrote
 
@@ -18,12 +19,14 @@ from ktopt.hook import install
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ktopt.api import apply, load_model
+    from ktopt.api import apply, load_model, memory
     from ktopt.compiler import check, compile
 
-__all__ = ["__version__", "apply", "check", "compile", "load_model"]
+__all__ = ["__version__", "apply", "check", "compile", "load_model", "memory"]
 
-_HOMES = {"check": "ktopt.compiler", "compile": "ktopt.compiler", "apply": "ktopt.api", "load_model": "ktopt.api"}
+_HOMES = {
+    "check": "ktopt.compiler", "compile": "ktopt.compiler", "apply": "ktopt.api", "load_model": "ktopt.api", "memory": "ktopt.api",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

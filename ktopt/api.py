@@ -1,4 +1,5 @@
-"""The Python API that mirrors the commands `ktopt apply` and `ktopt run`. `check` and `compile` are compiler.py's."""
+"""The Python API that mirrors the commands `ktopt apply`, `ktopt run` and `ktopt plan --context`. `check` and `compile` are
+compiler.py's."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktopt.arguments import OPTIONS, known_options, model_given, rules_given, weights_given
+from ktopt.arguments import OPTIONS, known_options, model_given, options_given, rules_given, weights_given
 from ktopt.compiler import compile
 from ktopt.diagnostics import KtoptError, UsageError
 from ktopt.plan import Plan
@@ -16,6 +17,7 @@ from ktopt.source import SourceFile
 
 if TYPE_CHECKING:
     from ktopt.applying import ProgressEvent
+    from ktopt.working_memory.asked import Memory
 
 UNCHANGED = SourceFile("(no rules)", "- match: {name: '.*'}\n  replace: {class: default}\n")
 """Leaves every module as it is."""
@@ -105,6 +107,41 @@ def _own_weights(model: Any) -> Path | None:
         return None
     path = Path(model)
     return path.parent if path.name == "config.json" else path
+
+
+def memory(
+    plan: Plan | str | os.PathLike[str],
+    context: int,
+    *,
+    batch: int = 1,
+    chunk_size: int | None = None,
+    weights: Any = None,
+    hardware: Any = None,
+) -> Memory:
+    """What a plan takes on each device, before anything is loaded: `ktopt plan --context`.
+
+    plan        a Plan, or a plan.json
+    context     tokens of a context
+    batch       sequences of so many tokens at once
+    chunk_size  tokens of a prompt that pass at a time, instead of what the plan says
+    weights     a weight file or folder, whose headers say what is mapped while it is read
+    hardware    as `compile` takes it: what the devices have
+
+    UsageError for numbers that can't be meant; KtoptError for a cache of blocks that has more than its settings allow.
+    """
+    from ktopt.trees import load_tree
+    from ktopt.weights.storage import stored_in
+    from ktopt.working_memory.asked import memory_of
+
+    if not isinstance(plan, Plan):
+        from ktopt.plan_check import open_plan
+
+        plan = open_plan(plan)
+    config: Any = plan.model.config
+    graph = load_tree(config) if config.get("model_type") else None
+    stored = stored_in(weights_given(weights), graph) if weights is not None and graph is not None else None
+    machine = options_given({"hardware": hardware}).get("hardware")
+    return memory_of(plan, context, batch, chunk_size=chunk_size, hardware=machine, graph=graph, stored=stored)
 
 
 def load_model(

@@ -32,6 +32,7 @@ OPTIONS = (
     "storage",
     "popularity",
     "room",
+    "batch",
 )
 """Keyword arguments of check and compile."""
 
@@ -104,6 +105,7 @@ def options_given(options: Mapping[str, Any]) -> dict[str, Any]:
         "storage": _storage,
         "popularity": _popularity,
         "room": lambda number: _count(number, "room"),
+        "batch": lambda number: _count(number, "batch", "sequences"),
     }
     return {name: read[name](value) for name, value in options.items() if value is not None}
 
@@ -116,10 +118,10 @@ def _storage(kind: Any) -> str:
     return check_storage(kind)
 
 
-def _count(number: Any, name: str = "chunk_size") -> int:
+def _count(number: Any, name: str = "chunk_size", of: str = "tokens") -> int:
     if isinstance(number, int) and not isinstance(number, bool):
         return number
-    raise UsageError(f"{name} is a number of tokens, not {_what(number)}")
+    raise UsageError(f"{name} is a number of {of}, not {_what(number)}")
 
 
 def _popularity(given: Any) -> Popularity:

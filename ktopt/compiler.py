@@ -73,6 +73,7 @@ def run_stages(
     storage: str | None = None,
     popularity: Any = None,
     room: int | None = None,
+    batch: int | None = None,
     plan: bool = True,
 ) -> Compilation:
     """Compile `rules` for `model`, or only check the file where there is no model. Never raises for what is wrong in the file.
@@ -86,6 +87,7 @@ def run_stages(
     asked = {
         "device": device, "dtype": dtype, "hardware": hardware, "remap": remap, "chunk_size": chunk_size, "config": config,
         "mode": mode, "context": context, "storage": storage, "popularity": popularity, "room": room,
+        "batch": batch,
     }  # fmt: skip
     given = options_given(asked)
     options = None
@@ -156,6 +158,10 @@ def _on_model(
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = in_mode(make_plan(ruleset, graph, matches, options, report, stored))
+    if options.context is not None and options.hardware is not None:
+        from ktopt.working_memory.finding import check_context
+
+        check_context(plan, ruleset, options.hardware, options.context, options.batch, report, graph, stored)
     notes = (*plan.notes, made_room) if made_room else plan.notes
     plan = replace(plan, errors=tuple(str(d) for d in _unsilenced(document, report.errors)), notes=notes)
     return Compilation(document, ruleset, graph, matches, plan, report)
@@ -177,7 +183,7 @@ def _stored(
 
 def check(rules: Rules, model: Model | None = None, **options: Any) -> Report:
     """Every finding on a rule file that no comment in it silences. Options: weights, device, dtype, hardware, remap, chunk_size,
-    config, mode, context, storage, popularity, room, as run_stages'."""
+    config, mode, context, storage, popularity, room, batch, as run_stages'."""
     known_options(options)
     return Report(run_stages(rules, model, **options).unsilenced)
 

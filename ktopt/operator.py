@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ktopt.graph import ITEM_BYTES, Module
-from ktopt.placement import Footprint, Working, canonical_device, device_kind
+from ktopt.placement import Footprint, Running, Working, canonical_device, device_kind
 
 if TYPE_CHECKING:
     from ktopt.plan import Step
@@ -137,8 +137,11 @@ class OperatorSpec:
     upstream_device  where upstream's class put its weights when a list-form rule said nothing; "" is the default device
     lost             what is lost by using it here (NPU and XPU names): makes a warning
     footprint        bytes of one module under this config and dtype
-    working          what an attention holds for a context, of the model's config, its own, the bytes of a number, the tokens of the
-                     context and of a piece of the prompt, and the kind of device
+    working          what a module holds while it runs; None: as transformers' own of its role
+    loading          bytes that a module's device holds for it at most while its weights are made, under this config and dtype,
+                     where that is more than they take
+    takes_two        name of the child whose weight it keeps as a file has it in two pieces (StoredTensor.in_two), where the child's
+                     op keeps their types
     blocks           it keeps keys and values in blocks, as a rule file's long_context and kvc2 say; what they take is reckoned for
                      all layers together
     refuses          why it can't take this module under this config, or None
@@ -162,7 +165,9 @@ class OperatorSpec:
     lost: str = ""
     families: tuple[str, ...] = ()
     footprint: Callable[[Module, OperatorConfig, str], Footprint] = lambda m, c, d: dense_footprint(m, c, d)
-    working: Callable[[Mapping[str, Any], OperatorConfig, int, int, int, str], Working] | None = None
+    working: Callable[[Running], Working] | None = None
+    loading: Callable[[Module, OperatorConfig, str], int] | None = None
+    takes_two: str = ""
     blocks: bool = False
     refuses: Callable[[Module, OperatorConfig], str | None] = lambda m, c: None
     refuses_below: Callable[[Module, Step, Sequence[Step], Mapping[str, Any]], str | None] | None = None

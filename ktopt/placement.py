@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktopt.operator import OperatorConfig
+    from ktopt.plan import Step
 
 DEVICE_KINDS = ("cpu", "cuda", "npu", "xpu", "mps")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -50,15 +55,56 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Running:
+    """A module that runs on tokens, as its operator is asked what it holds meanwhile.
+
+    model      the config of the model, or of its text
+    config     the kwargs of the module's operator
+    step       its row of the plan
+    below      the rows of the modules below it, in order
+    item       bytes of a number of the hidden states
+    sequences  how many are computed at once
+    tokens     new ones of each
+    context    those of each when the new ones are computed
+    """
+
+    model: Mapping[str, Any]
+    config: OperatorConfig
+    step: Step
+    below: Sequence[Step]
+    item: int
+    sequences: int
+    tokens: int
+    context: int
+
+    @property
+    def rows(self) -> int:
+        """Hidden states that pass."""
+        return self.sequences * self.tokens
+
+    @property
+    def kind(self) -> str:
+        """The kind of device."""
+        return device_kind(self.step.generate_device)
+
+    @property
+    def masked(self) -> bool:
+        """Whether transformers makes a mask: not for one new token of each sequence, nor for sequences that begin."""
+        return 1 < self.tokens < self.context
+
+
+@dataclass(frozen=True, slots=True)
 class Working:
-    """Bytes that an attention module holds beside its weights.
+    """Bytes that a module holds beside its weights.
 
     cache_bytes      for the tokens of the context, as long as they are remembered
-    transient_bytes  the most at once while it runs, beyond its input, its result and the cache
+    transient_bytes  the most at once while it runs, beyond its input, the cache, and what it keeps
+    kept_bytes       memory that its kernels use again from call to call, and share with other modules'
     """
 
     cache_bytes: int = 0
     transient_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,17 @@ class Plan:
     def by_path(self) -> dict[str, Step]:
         return {step.path: step for step in self.steps}
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {step.path: place for place, step in enumerate(self.steps)}
+
+    def below(self, path: str) -> tuple[Step, ...]:
+        """The rows of the modules below one, in order."""
+        first = end = self._places[path] + 1
+        while end < len(self.steps) and self.steps[end].path.startswith(f"{path}." if path else ""):
+            end += 1
+        return self.steps[first:end]
+
     def blame(self, step: Step) -> str:
         """The rule behind a step, as file:line, or the plan's default."""
         if step.rule is None:

@@ -32,10 +32,11 @@ class PlanOptions:
     chunk_size  tokens of a prompt that attention takes at a time, instead of what rules say; None leaves it to them
     config   a long-context config, whose sections join the rule file's
     mode     one of MODES
-    context  tokens that `place: auto` makes room for; None leaves it to its own number
+    context  tokens that there is to be room for on `hardware`; None asks for none, and leaves it to `place: auto` for how many
     storage  one of MIXES in weights/usual.py: the kind of file that weights are taken to lie in where none are given
     popularity  how often experts are chosen, for `place: auto`
     room     tokens that `place: auto` makes room for where `context` is None: what a run asks for, where that is known
+    batch    sequences of so many tokens at once
     remap    device or device kind -> device that takes its place, such as {"cuda": "cpu"}
     """
 
@@ -49,6 +50,7 @@ class PlanOptions:
     storage: str | None = None
     popularity: Popularity | None = None
     room: int | None = None
+    batch: int = 1
     remap: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class PlanOptions:
             raise UsageError(f"context: a number of tokens from 1 on, not {self.context}")
         if self.room is not None and self.room < 1:
             raise UsageError(f"room: a number of tokens from 1 on, not {self.room}")
+        if self.batch < 1:
+            raise UsageError(f"batch: a number of sequences from 1 on, not {self.batch}")
         check_mode(self.mode)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktopt import __version__
-from ktopt.below import check_below, noted_below
+from ktopt.below import check_below, in_two_pieces, noted_below
 from ktopt.config import merged
 from ktopt.diagnostics import Report
 from ktopt.graph import Module, ModuleGraph, main_dtype, model_dtype
@@ -131,7 +131,7 @@ class _Planner:
             if tail is None:
                 tail = tails[key] = self._tail(module, decision, made, spot)
             made.append(new(Step, (module.path, *tail)))
-        return tied(tuple(made), self.graph, self.stored or {})
+        return in_two_pieces(tied(tuple(made), self.graph, self.stored or {}), self.graph, self.stored or {})
 
     def _spot(self, module: Module, decision: Decision, made: Sequence[Step]) -> Spot | None:
         return Spot(module.layer, made[module.parent].generate_device) if decision.closed_by is None else None

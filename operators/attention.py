@@ -11,7 +11,7 @@ from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
 from ktopt.operators.latent_memory import Q8_NUMBERS, LatentSizes, kept_bytes, prefers_absorbed, transient_bytes
 from ktopt.operators.names import upstream_names
-from ktopt.placement import Working, device_kind
+from ktopt.placement import Running, Working, device_kind
 from ktopt.plan import Step
 
 REASON = (
@@ -57,6 +57,8 @@ class ChunkedAttentionConfig(PlacedConfig):
     )
 
 
+FEW_QUERIES = 16
+"""Up to so many new tokens of a sequence count as decoding: the CPU kernel reads the cache for each few of them."""
 DEFAULT_CHUNK_TOKENS = 8192
 """Tokens of a prompt that latent attention takes at a time where nothing says otherwise."""
 
@@ -98,21 +100,26 @@ class ServedLatentAttentionConfig(ChunkedAttentionConfig):
     )
 
 
-def latent_working(
-    model_config: Mapping[str, Any], config: OperatorConfig, item: int, context: int, piece: int, kind: str
-) -> Working:
-    """The bytes of a latent cache in whole pages, of expanded keys and values where they are kept, and of a chunk in work."""
-    sizes = LatentSizes.of(model_config)
+def latent_working(running: Running) -> Working:
+    """A latent cache in whole pages, expanded keys and values where they are kept; of a chunk in work its latents, what attention
+    takes, and the result."""
+    sizes, config = LatentSizes.of(running.model), running.config
     if sizes is None or not isinstance(config, LatentAttentionConfig):
         return Working()
+    context, item, batch = running.context, running.item, running.sequences
     kept, read = kept_bytes(sizes.token_numbers, config.kv_dtype, item)
     token = kept + sizes.expanded_numbers * read * (config.decode_cache == "expanded")
-    cache = -(-context // config.page_size) * config.page_size * token
-    queries = min(piece, config.chunk_size or DEFAULT_CHUNK_TOKENS)
+    cache = batch * (-(-context // config.page_size) * config.page_size) * token
+    queries = min(running.tokens, config.chunk_size or DEFAULT_CHUNK_TOKENS)
     choice = config.absorb_for_prefill
     absorbed = prefers_absorbed(queries, context, sizes) if choice == "auto" else bool(choice)
+    absorbed = absorbed or (queries <= FEW_QUERIES and config.decode_cache == "latent")
     quantized = config.kv_dtype == "q8_0"
-    return Working(cache, transient_bytes(sizes, queries, context, absorbed, item, kind, quantized=quantized))
+    passing = running.rows * (sizes.token_numbers + sizes.hidden) * item
+    if queries > FEW_QUERIES and any(step.stored for step in running.below if step.path.endswith(".kv_b_proj")):
+        passing += sizes.heads * (sizes.nope + sizes.value) * sizes.latent * read  # the matrices as numbers
+    taken = transient_bytes(sizes, queries, context, absorbed, item, running.kind, quantized=quantized, read=read, batch=batch)
+    return Working(cache, passing + taken)
 
 
 def no_such_latents(module: Module, step: Step, below: Sequence[Step], model_config: Mapping[str, Any]) -> str | None:
@@ -138,6 +145,7 @@ operator(
     refuses=needs_latent,
     refuses_below=no_such_latents,
     working=latent_working,
+    takes_two="kv_b_proj",
     families=("deepseek_v2", "deepseek_v3"),
 )(LatentAttentionConfig)
 

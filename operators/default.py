@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktopt.operator import PlacedConfig, Problem, operator
+from ktopt.placement import Running, Working
+
+
+def own_working(running: Running) -> Working:
+    """What the module takes as transformers has it."""
+    from ktopt.operators import own_memory  # for plans that are asked what they take
+
+    return own_memory.own_working(running)
 
 
 @operator(
     "default",
     summary="keeps the module as transformers made it and places it on a device",
     upstream="left the module alone and recorded the device that its weights were loaded to",
+    working=own_working,
 )
 @dataclass(frozen=True, kw_only=True)
 class DefaultConfig(PlacedConfig):

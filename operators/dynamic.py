@@ -10,7 +10,10 @@ from ktopt.config import CacheSettings, LongContextSettings, contradictions, lon
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, Problem, field_types, operator, option
 from ktopt.operators.attention import is_latent
+from ktopt.operators.latent_memory import FLOAT_BYTES
+from ktopt.operators.model_sizes import ModelSizes
 from ktopt.operators.names import upstream_names
+from ktopt.placement import Running, Working
 
 ATTENTION = frozenset(
     {
@@ -86,6 +89,15 @@ def settings_of(
     )
 
 
+def block_working(running: Running) -> Working:
+    """Of a piece of a prompt: its queries while they are rotated; or in float32, the results so far, those with the next blocks,
+    and both merged. The cache, and memory to unpack blocks in, is reckoned for all layers together."""
+    sizes = ModelSizes.of(running.model)
+    query = running.rows * sizes.heads * sizes.head_dim
+    keys = running.rows * 2 * sizes.kv_heads * sizes.head_dim
+    return Working(0, max(4 * query * running.item, query * (running.item + 3 * FLOAT_BYTES)) + keys * running.item)
+
+
 IMPLEMENTATION = "ktopt.operators.modules.dynamic_attention:KDynamicAttention"
 SUMMARY = (
     "attention over a cache in blocks: the first block, the last tokens, and the blocks that matter most to the token at hand; all "
@@ -111,5 +123,6 @@ for _name, _aliases, _upstream, _families in (
         forward_changed=bool(_aliases),
         refuses=needs_interface,
         blocks=True,
+        working=block_working,
         families=_families,
     )(DynamicAttentionConfig)

@@ -10,9 +10,13 @@ from ktopt.graph import ITEM_BYTES, Module
 from ktopt.kernels import cpu
 from ktopt.operator import Op, OperatorConfig, PlacedConfig, Problem, dense_footprint, operator, option
 from ktopt.operators.hot_experts import cannot_split, hot_problems, split_footprint
+from ktopt.operators.kernel_memory import expert_bytes, rounded, running_op
+from ktopt.operators.latent_memory import FLOAT_BYTES
 from ktopt.operators.linear import low_bits, packed_bytes
+from ktopt.operators.model_sizes import ModelSizes
 from ktopt.operators.names import upstream_names
-from ktopt.placement import DEVICE_KINDS, Footprint
+from ktopt.operators.own_memory import one_by_one
+from ktopt.placement import DEVICE_KINDS, Footprint, Running, Working
 
 NO_BACKWARD = "the CPU kernels have no backward pass"
 ONE_SET = (
@@ -116,6 +120,33 @@ def packed_footprint(module: Module, config: OperatorConfig, dtype: str) -> Foot
     return Footprint(weight_bytes=dense.weight_bytes - sum(t.numel for t in stacks) * ITEM_BYTES[dtype] + packed)
 
 
+def experts_working(running: Running) -> Working:
+    """Of a layer's experts, beyond their input.
+
+    Grouped products by torch: of each row (a hidden state once for each of its experts) the most is what gate and up make, or what
+    down makes while its rows are weighted and put in order. The CPU kernels keep each row's inner layer, rounded to 8 bits where
+    weights are in blocks, and make the result in float32.
+    """
+    sizes, item, rows = ModelSizes.of(running.model), running.item, running.rows
+    hidden, inner = sizes.hidden, sizes.expert_inner
+    result = rows * hidden * item
+    if running_op(running.step) == "KExpertsCPU" and running.step.stored:
+        rounding = rounded(hidden) if set(running.step.stored) - {"F32", "F16", "BF16"} else 0
+        made = rows * hidden * FLOAT_BYTES + (result if item != FLOAT_BYTES else 0)
+        return Working(0, made, rows * rounding + expert_bytes(rows, sizes, running.step.stored))
+    if one_by_one(running):
+        return Working(0, 3 * rows * (inner + hidden) * item)
+    row = max(hidden + 4 * inner, 2 * hidden + 3 * inner, 3 * hidden + 2 * inner)
+    return Working(0, result + rows * sizes.chosen * row * item)
+
+
+def loading_experts(module: Module, config: OperatorConfig, dtype: str) -> int:
+    """While they are packed: a stack of matrices as numbers, and all of its whole numbers before they are packed."""
+    if low_bits(module, config) != KEXPERTS_MARLIN.name:
+        return 0
+    return max((t.numel * (ITEM_BYTES[dtype] + ITEM_BYTES["int32"]) for t in module.tensors if len(t.shape) == 3), default=0)
+
+
 IMPLEMENTATION = "ktopt.operators.modules.experts:KTransformersExperts"
 SUMMARY = "the experts of one layer in grouped matrix products, called as experts(hidden_states, top_k_index, top_k_weights)"
 
@@ -131,6 +162,8 @@ operator(
     forward_changed=True,
     refuses=cannot_take,
     footprint=split_footprint(packed_footprint),
+    working=experts_working,
+    loading=loading_experts,
 )(ExpertsConfig)
 
 SERVE_VARIANTS = {
@@ -152,4 +185,6 @@ for _name, _upstream in SERVE_VARIANTS.items():
         forward_changed=True,
         refuses=cannot_take,
         footprint=split_footprint(packed_footprint),
+        working=experts_working,
+        loading=loading_experts,
     )(ExpertsConfig)

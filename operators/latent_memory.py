@@ -91,29 +91,43 @@ def heads_a_run(heads: int, queries: int, numbers: int, item: int) -> int:
 
 
 def transient_bytes(
-    sizes: LatentSizes, queries: int, context: int, absorbed: bool, item: int, kind: str, *, quantized: bool = False
+    sizes: LatentSizes,
+    queries: int,
+    context: int,
+    absorbed: bool,
+    item: int,
+    kind: str,
+    *,
+    quantized: bool = False,
+    read: int | None = None,
+    batch: int = 1,
 ) -> int:
     """The most that attention holds at once for a chunk of `queries` after which the context is `context` tokens, beside its input,
-    its result and the cache. `item` is the bytes of a number. Temporary memory inside one operation is not in it.
+    its result and the cache. `item` is the bytes of a number, `read` those of one of the cache where they are others, `batch` the
+    sequences. Temporary memory inside one operation is not in it.
 
     The most is held while a tile of scores is added to the softmax so far (FlashInfer takes no more than that); on a CPU, where a
     kernel keeps no scores, while the last heads are expanded (in float32 or bfloat16, whichever the cache has). Latents that are
     `quantized` are made numbers where they are read.
     """
     key, value = sizes.nope + sizes.rope, sizes.value
-    asked = queries * sizes.heads * key * item
+    asked = batch * queries * sizes.heads * key * item
     if kind == "cpu" and not absorbed:
-        together = heads_together(sizes.heads, context * (key + value) * item)
-        expanded = together * context * (sizes.nope + key + 2 * value) * item
-        expanded += context * sizes.token_numbers * item * quantized
-        return asked + queries * sizes.heads * (key + value) * FLOAT_BYTES + expanded
-    step, tokens = steps(1, sizes.heads, queries, kind)
+        each = read or item
+        together = heads_together(sizes.heads, context * (key + value) * each)
+        expanded = together * context * (sizes.nope + key + 2 * value) * each
+        expanded += context * sizes.token_numbers * each * quantized
+        widened = queries * sizes.heads * key * FLOAT_BYTES * (item != FLOAT_BYTES)
+        return asked + widened + batch * queries * sizes.heads * value * FLOAT_BYTES + expanded
+    step, tokens = steps(batch, sizes.heads, queries, kind)
     tokens = min(tokens, context)
-    scores = sizes.heads * step * tokens * (FLOAT_BYTES + (item if item < FLOAT_BYTES else 0))
-    scores += tokens * sizes.token_numbers * item * quantized
+    scores = batch * sizes.heads * step * tokens * (FLOAT_BYTES + (item if item < FLOAT_BYTES else 0))
+    scores += batch * tokens * sizes.token_numbers * item * quantized
     if absorbed:
-        held = step * sizes.heads * (sizes.token_numbers * item + sizes.latent * (2 * FLOAT_BYTES + item))
-        return asked + queries * sizes.heads * value * item + held + scores
-    tile = tokens * sizes.heads * (sizes.nope + value + key) * item
-    sums = queries * sizes.heads * value * FLOAT_BYTES + step * sizes.heads * (key * item + value * (FLOAT_BYTES + item))
+        held = batch * step * sizes.heads * (sizes.token_numbers * item + sizes.latent * (2 * FLOAT_BYTES + item))
+        return asked + batch * queries * sizes.heads * value * item + held + scores
+    tile = batch * tokens * sizes.heads * (sizes.nope + value + key) * item
+    sums = batch * queries * sizes.heads * value * FLOAT_BYTES + batch * step * sizes.heads * (
+        key * item + value * (FLOAT_BYTES + item)
+    )
     return asked + tile + sums + scores

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, operator, option
-from ktopt.placement import device_kind
+from ktopt.operators.kernel_memory import running_op
+from ktopt.placement import Running, Working, device_kind
 from ktopt.plan import Step
 from ktopt.registry import find
 
@@ -97,7 +98,7 @@ def unfit_below(module: Module, step: Step, below: Sequence[Step], config: Mappi
         spec = find(child.operator)
         if spec is None or (spec.implementation and spec.name not in RUN_BELOW):
             return f"{child.path} becomes {child.operator}, which it can't run itself"
-        op = _running(child)
+        op = running_op(child)
         if op and op not in OPS_BELOW:
             return f"{child.path} is computed by {op}, which it can't run itself"
     return None
@@ -109,9 +110,10 @@ def split_below(below: Sequence[Step]) -> str:
     return f"{split} has experts on two devices, and runs by itself" if split else ""
 
 
-def _running(step: Step) -> str:
-    asked = str(step.kwargs.get("generate_op", ""))
-    return step.runs.get(asked, (asked, ""))[0]
+def layer_working(running: Running) -> Working:
+    from ktopt.operators import layer_memory  # for plans that are asked what they take
+
+    return layer_memory.layer_working(running)
 
 
 operator(
@@ -124,4 +126,5 @@ operator(
     refuses=unknown_layer,
     refuses_below=unfit_below,
     leaves=split_below,
+    working=layer_working,
 )(LayerConfig)

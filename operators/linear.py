@@ -98,6 +98,14 @@ def low_bit_footprint(module: Module, config: OperatorConfig, dtype: str) -> Foo
     return Footprint(weight_bytes=rest + packed_bytes(weight.shape, op, config))
 
 
+def loading_low_bits(module: Module, config: OperatorConfig, dtype: str) -> int:
+    """While a weight is packed: it as numbers, in float32, and two steps of the rounding."""
+    weight = next((t for t in module.tensors if t.name == "weight" and len(t.shape) == 2), None)
+    if not low_bits(module, config) or weight is None:
+        return 0
+    return weight.numel * (ITEM_BYTES[dtype] + 3 * ITEM_BYTES["float32"])
+
+
 def packed_bytes(shape: tuple[int, ...], op: str, config: Any) -> int:
     """Bytes of a matrix (outputs, inputs) as operators/modules/low_bit.py holds it."""
     rows, columns = shape
@@ -123,6 +131,7 @@ def padded(size: int, multiple: int) -> int:
     upstream="held one op for prefill and one for decoding, and loaded the weight into the one in use",
     forward_changed=True,
     footprint=low_bit_footprint,
+    loading=loading_low_bits,
 )
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(PlacedConfig):

@@ -65,8 +65,10 @@ _DEEPSEEK = Shape("deepseek2", 1024, 12, 16, 64, 6, 512, 3072, 32768, **_MLA)
 _DEEPSEEK_TINY = Shape("deepseek2", 256, 3, 4, 8, 2, 256, 512, 4096, **_MLA_TINY)
 PRESETS = {
     "qwen3moe-1.7b": _QWEN,
+    "qwen3moe-0.4b": replace(_QWEN, layers=4),
     "qwen3moe-tiny": _QWEN_TINY,
     "deepseek2-1.2b": _DEEPSEEK,
+    "deepseek2-0.3b": replace(_DEEPSEEK, layers=4),
     "deepseek2-tiny": _DEEPSEEK_TINY,
     "deepseek2-softmax-tiny": replace(_DEEPSEEK_TINY, sigmoid=False),
 }

@@ -12,6 +12,7 @@ import torch
 import yaml
 from apply_fixtures import PROMPT
 from gguf_fixtures import make_gguf, tiny_model
+from placed_plans import assert_holds_what_was_said
 
 import ktopt
 from ktopt.cli import main
@@ -29,7 +30,6 @@ from ktopt.popularity import Popularity, check_popularity, layers_of, load_popul
 from ktopt.source import SourceFile
 from ktopt.trees import load_tree
 from ktopt.validate import validate
-from ktopt.working_memory import working_memory
 
 EXPERTS = 'version: 1\nrules:\n  - {match: "@model.layers.*.mlp.experts", replace: KTransformersExperts, expect: 48}\n'
 MODEL, MACHINE = "qwen3-30b-a3b", "1x3090+64GB"
@@ -193,9 +193,7 @@ def test_a_placement_by_popularity_is_better_and_its_plan_holds_what_was_said(ma
     assert fits(placing.case.problem, placing.assignment)
     assert placing.token_us == pytest.approx(time_us(placing.case.problem, placing.assignment))
     assert placing.token_us < 0.95 * placed(EXPERTS, machine, None).token_us
-    memory = {each.device: each.together for each in working_memory(plan, 4096)}
-    for device, held in placing.held.items():
-        assert memory.get(device, 0) == pytest.approx(held, abs=4096)
+    assert_holds_what_was_said(placing, plan, 4096)
     assert any(step.elsewhere for step in plan.steps)
     again = tmp_path / "again.yaml"
     assert main(["place", str(out), *asked[:-1], str(again)]) == 0

@@ -11,7 +11,7 @@ from gguf_fixtures import tiny_model
 import ktopt
 from ktopt.cli import main
 from ktopt.operators.latent_memory import LatentSizes, steps, transient_bytes
-from ktopt.working_memory import fitting_chunk, prompt_piece, working_memory
+from ktopt.working_memory import attention_working, fitting_chunk, prompt_piece, working_memory
 
 RULES = str(Path(__file__).resolve().parents[1] / "rules" / "deepseek-v3" / "24gb.yaml")
 V3 = LatentSizes(heads=128, nope=128, rope=64, value=128, latent=512, hidden=7168)
@@ -42,7 +42,7 @@ def test_the_transient_is_bounded_by_the_chunk_and_hardly_grows_with_the_context
     assert prompt_piece(plan) == 2048
     short, long = on_card(plan, 8192).transient_bytes, on_card(plan, 139_264).transient_bytes
     assert long - short == 2048 * (139_264 - 8192)  # the mask, a byte for each pair
-    assert on_card(plan, 139_264, 512).transient_bytes < 0.6 * long  # a tile of scores has its size in any case
+    assert on_card(plan, 139_264, 512).transient_bytes < 0.65 * long  # a tile of scores has its size in any case
 
 
 def test_attention_that_expands_all_takes_the_memory_that_it_takes(tmp_path: Path) -> None:
@@ -65,10 +65,11 @@ def test_attention_that_nothing_gives_a_chunk_takes_8192_tokens_of_a_whole_promp
     )
     plan = ktopt.compile(rules, "deepseek-v3")
     whole, eight = on_card(plan, 20_480).transient_bytes, on_card(plan, 20_480, 8192).transient_bytes
-    attention = transient_bytes(V3, 8192, 20_480, False, 2, "cuda")
-    passing = 20_480 * (4 * 7168 + 3 * 18_432) * 2 + 20_480 * 20_480  # the whole prompt through a layer, and its mask
-    assert whole == attention + passing
-    assert eight == attention + 8192 * ((4 * 7168 + 3 * 18_432) * 2 + 20_480)
+    attention = attention_working(plan, plan.by_path["model.layers.0.self_attn"], 20_480, 20_480).transient_bytes
+    assert attention == transient_bytes(V3, 8192, 20_480, False, 2, "cuda") + 20_480 * (576 + 7168) * 2
+    row = (8 * 4 * 7168 + 4 * 7168 + 2 * 64) * 2  # of 8 experts' rows four at a time, what is around, and the rotation
+    assert whole == 20_480 * row
+    assert eight == 8192 * (row + 20_480)  # and a mask
 
 
 @pytest.mark.parametrize(("spelling", "kwarg", "section", "named", "option", "chunk"), [

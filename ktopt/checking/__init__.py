@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TREE = {f"KT{n}" for n in (301, 302, 303, 305, 306, 307, 309, 311, 312, 407, 502, 503, 505, 601, 602, 603)}
 """Codes that are found on a model's tree; the others need the text only, or the plan as well."""
-PLANNED = {"KT501", "KT504"}
+PLANNED = {"KT501", "KT504", "KT507"}
 """Codes that the machine decides, once there is a plan. A misspelt device is found without."""
 
 
@@ -156,6 +156,8 @@ def _was_sought(code: str, compilations: Iterable[Compilation], target: Target) 
     """Whether a run would have found the code's findings, on every model."""
     if code in TREE:
         return all(c.matches is not None for c in compilations)
+    if code == "KT507" and target.options.get("context") is None:
+        return False
     if code in PLANNED:
         return target.options.get("hardware") is not None and all(c.plan is not None for c in compilations)
     if code == "KT604":

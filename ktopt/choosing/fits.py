@@ -23,7 +23,7 @@ from ktopt.ruleset import RuleSet
 from ktopt.selection.architectures import is_for
 from ktopt.weights.storage import stored_for
 from ktopt.weights.usual import usual_storage
-from ktopt.working_memory import DeviceMemory, over_limits, working_memory
+from ktopt.working_memory import DeviceMemory, Reckoning, over_limits, working_memory
 
 DEFAULT_CONTEXT = 8192
 """Tokens of context that memory is reckoned for where nobody says."""
@@ -91,7 +91,7 @@ def fits_of(graph: ModuleGraph, asked: Asked, *, timed: bool = False) -> list[Fi
 def _rank(fit: Fit) -> tuple[int, float]:
     if not fit.reason or fit.other_size:
         return 3 * fit.other_size, fit.token_us or 0.0
-    lacking = sum(each.together - fit.room[each.device] for each in over_limits(list(fit.memory), fit.room))
+    lacking = sum(each.together - fit.room[each.device] for each in over_limits(fit.memory, fit.room))
     return (1, lacking) if lacking else (2, 0.0)
 
 
@@ -127,8 +127,10 @@ def longest_context(plan: Plan, room: Mapping[str, int]) -> int:
     """The most tokens of context with which no device holds more than it may, up to what the model itself takes."""
     most = int(plan.model.config.get("max_position_embeddings") or ENDLESS)
 
+    reckoning = Reckoning(plan)
+
     def there_is_room(context: int) -> bool:
-        return not over_limits(working_memory(plan, context, limits=room), dict(room))
+        return not over_limits(reckoning.memory(context, limits=room), room)
 
     if there_is_room(most):
         return most

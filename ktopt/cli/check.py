@@ -12,7 +12,17 @@ from typing import Any, TextIO
 from ktopt.checking import FileCheck, Target, check_file, unreadable
 from ktopt.checking.settings import FAIL_ON, CodeFilter, Settings, SettingsFinder, check_prefixes
 from ktopt.cli.findings import at_least, count, print_report
-from ktopt.cli.options import add_model, add_target, compile_options, model_argument, rule_files, rules_argument, weights_exist
+from ktopt.cli.options import (
+    add_context,
+    add_model,
+    add_target,
+    compile_options,
+    context_options,
+    model_argument,
+    rule_files,
+    rules_argument,
+    weights_exist,
+)
 from ktopt.cli.terminal import style_of
 from ktopt.diagnostics import CompileError, Diagnostic, Severity, UsageError
 from ktopt.parse import read_source
@@ -26,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", nargs="+", metavar="RULES", help="rule files, folders of them, or - for standard input")
     add_model(parser, several=True)
     add_target(parser)
+    add_context(parser)
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -195,9 +206,11 @@ class Session:
         return self.trees[name]
 
     def options(self, hardware: str | None) -> dict[str, Any]:
+        if self.args.context is not None and hardware is None:
+            raise UsageError("--context is compared with what a machine has: which? Give --hardware")
         if hardware not in self.machines:
             args = argparse.Namespace(**{**vars(self.args), "hardware": hardware})
-            self.machines[hardware] = compile_options(args)
+            self.machines[hardware] = {**compile_options(args), **context_options(args)}
         return self.machines[hardware]
 
     @property

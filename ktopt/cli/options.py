@@ -111,6 +111,17 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_context(parser: argparse.ArgumentParser) -> None:
+    """--context and --batch: what a plan is to have room for."""
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of a context: what they take on each device, and with --hardware whether it fits",
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="sequences of so many tokens that are computed at once (default: 1)")
+
+
 def add_mode(parser: argparse.ArgumentParser) -> None:
     """--mode, and --config, the long-context config."""
     parser.add_argument(
@@ -204,6 +215,13 @@ def compile_options(args: argparse.Namespace) -> dict[str, Any]:
 def stage_options(args: argparse.Namespace) -> dict[str, Any]:
     """compile_options, with the weights, whose headers are read where selectors ask how they are stored."""
     return {**compile_options(args), "weights": args.weights, "room": getattr(args, "room", None)}
+
+
+def context_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What --context and --batch ask of the compiler. UsageError for --batch alone."""
+    if args.batch is not None and args.context is None:
+        raise UsageError("--batch: of how many tokens? Give --context too")
+    return {"context": args.context, "batch": args.batch}
 
 
 def remap_argument(pairs: list[str]) -> dict[str, str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from typing import TYPE_CHECKING
 
 from ktopt.cli.findings import at_least, count, print_report
 from ktopt.cli.options import (
+    add_context,
     add_force,
     add_mode,
     add_model,
     add_storage,
     add_target,
+    context_options,
     model_argument,
     rules_argument,
     stage_options,
@@ -24,6 +28,10 @@ from ktopt.plan import Plan
 from ktopt.plan_options import LONG_CONTEXT
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import SourceFile
+
+if TYPE_CHECKING:
+    from ktopt.graph import ModuleGraph
+    from ktopt.working_memory.asked import Memory
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the plan as JSON, for ktopt apply and ktopt diff")
     parser.add_argument("--lock", action="store_true", help="write RULES.lock.json, which ktopt check --locked compares with")
-    parser.add_argument(
-        "--context", type=int, metavar="N", help="show too what N tokens take: weights, cache, and the most while a prompt is read"
-    )
+    add_context(parser)
     parser.add_argument("--all", action="store_true", help="show modules too that have no weights and no rule")
 
 
@@ -54,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.lock and args.storage:
         raise UsageError("--lock writes what ktopt check --locked makes again, which knows no --storage: give --weights to both")
     rules = rules_argument(args.rules) if args.rules is not None else _rules_of_the_mode(args)
-    args.room = args.context
-    compilation = run_stages(rules, model_argument(args), **stage_options(args))
+    compilation = run_stages(rules, model_argument(args), **stage_options(args), **context_options(args))
     plan = compilation.plan
     errors = show_findings(compilation)
     if plan is None:
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(args.output, dump_plan(plan))
         print(f"wrote {args.output}", file=sys.stderr)
     if args.output != "-":
-        show(plan, args)
+        show(plan, args, asked(plan, args, compilation.graph))
     return 1 if errors else 0
 
 
@@ -95,38 +100,51 @@ def _show_file(args: argparse.Namespace) -> int:
     """Show a plan that was written earlier, and the errors that it holds."""
     from ktopt.plan_check import open_plan
 
+    context_options(args)
     plan = open_plan(args.rules, args.force)
-    show(plan, args)
+    memory = asked(plan, args)
+    show(plan, args, memory)
     for error in plan.errors:
         print(error, file=sys.stderr)
-    return 1 if plan.errors else 0
+    for _, message, help in memory.findings() if memory is not None else ():
+        print(f"{args.rules}: KT507 error: {message}\n  help: {help}", file=sys.stderr)
+    return 1 if plan.errors or (memory is not None and memory.over) else 0
 
 
-def show(plan: Plan, args: argparse.Namespace) -> None:
-    """Print the plan as --format says."""
+def asked(plan: Plan, args: argparse.Namespace, graph: ModuleGraph | None = None) -> Memory | None:
+    """What the context of --context takes; None without it."""
+    if args.context is None:
+        return None
+    from ktopt.hardware import load_hardware
+    from ktopt.trees import load_tree
+    from ktopt.weights.storage import stored_for
+    from ktopt.working_memory.asked import memory_of
+
+    if graph is None and plan.model.config.get("model_type"):
+        graph = load_tree(plan.model.config)
+    stored = stored_for(args.model, args.weights, graph) if graph is not None else None
+    hardware = load_hardware(args.hardware) if args.hardware else None
+    return memory_of(plan, args.context, args.batch or 1, hardware=hardware, graph=graph, stored=stored)
+
+
+def show(plan: Plan, args: argparse.Namespace, memory: Memory | None = None) -> None:
+    """Print the plan as --format says, and after it what a context takes."""
     if args.format == "json":
         from ktopt.plan_json import dump_plan
 
-        sys.stdout.write(dump_plan(plan))
+        text = dump_plan(plan)
+        if memory is not None:
+            text = f'{{\n"plan": {text.rstrip()},\n"memory": {json.dumps(memory.to_json(), indent=2)}\n}}\n'
+        sys.stdout.write(text)
         return
-    from ktopt.cli.memory_table import memory_table
     from ktopt.cli.plan_table import plan_table
 
-    sys.stdout.write(plan_table(plan, columns(sys.stdout), style_of(sys.stdout), everything=args.all))
-    if getattr(args, "context", None):
-        if args.context < 1:
-            raise UsageError(f"--context: a number of tokens from 1 on, not {args.context}")
-        sys.stdout.write("\n" + memory_table(plan, args.context, style_of(sys.stdout), _limits(args)))
+    style = style_of(sys.stdout)
+    sys.stdout.write(plan_table(plan, columns(sys.stdout), style, everything=args.all))
+    if memory is not None:
+        from ktopt.cli.memory_table import memory_table
 
-
-def _limits(args: argparse.Namespace) -> dict[str, int]:
-    """Bytes of each device of the machine that is planned for."""
-    if not args.hardware:
-        return {}
-    from ktopt.hardware import load_hardware
-
-    machine = load_hardware(args.hardware)
-    return {"cpu": machine.ram_bytes, **{device.name: device.memory_bytes for device in machine.devices}}
+        sys.stdout.write("\n" + memory_table(memory, style))
 
 
 def show_findings(compilation: Compilation) -> bool:

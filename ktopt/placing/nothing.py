@@ -9,8 +9,8 @@ from ktopt.cache.blocks.memory import in_words
 from ktopt.placing.problem import INFINITE, Item, Part, Problem, held_bytes
 from ktopt.placing.solve import solve
 from ktopt.placing.units import RESERVED_SHARE, Case
+from ktopt.working_memory.remedies import FEWER_BITS, largest_groups, listed
 
-LARGEST = 5
 LEAST_CONTEXT = 512
 
 
@@ -54,7 +54,8 @@ def _overfilled(problem: Problem) -> tuple[str, int] | None:
 
 
 def _help(case: Case, smaller: Callable[[int], Case]) -> str:
-    said = [f"the largest items are {_largest(case)}"]
+    steps = case.plans[min(1, len(case.plans) - 1)].steps  # as they are on the first accelerator, or in main memory
+    said = [f"the largest items are {listed(largest_groups((step.path, step.weight_bytes) for step in steps))}"]
     problem = case.problem
     context = case.context // 2
     while context >= LEAST_CONTEXT:
@@ -67,14 +68,5 @@ def _help(case: Case, smaller: Callable[[int], Case]) -> str:
         needed = int(held_bytes(problem, more.assignment)[0] / (1 - RESERVED_SHARE))
         said.append(f"with {in_words(needed)} of main memory it fits")
     if not any(step.stored for plan in case.plans for step in plan.steps):
-        said.append(
-            "weights in fewer bits take less: --weights, with KTransformersLinear and KTransformersExperts, or KLinearMarlin"
-        )
+        said.append(FEWER_BITS)
     return "; ".join(said)
-
-
-def _largest(case: Case) -> str:
-    """The modules with most weights, as they are on the first accelerator, or in main memory."""
-    steps = case.plans[min(1, len(case.plans) - 1)].steps
-    largest = sorted(steps, key=lambda step: -step.weight_bytes)[:LARGEST]
-    return ", ".join(f"{step.path} {in_words(step.weight_bytes)}" for step in largest)

@@ -26,7 +26,9 @@ from ktopt.popularity import Popularity, check_popularity, experts_in, hot_ids
 from ktopt.registry import find
 from ktopt.ruleset import RuleSet
 from ktopt.weights.source import StoredTensor
-from ktopt.working_memory import attention_working, keeps_blocks, passing_bytes, prompt_piece
+from ktopt.working_memory import prompt_piece
+from ktopt.working_memory.parts import RunningModule, parts_of
+from ktopt.working_memory.passing import Pass, most_held
 
 RESERVED_BYTES = 768 << 20
 """Of an accelerator, for the driver, libraries and what an allocator can't use."""
@@ -380,21 +382,26 @@ class _Builder:
     def _room(self, device: Device) -> int | None:
         if not device.memory_bytes:
             return None
-        kept = int(device.memory_bytes * RESERVED_SHARE) if device.kind == "cpu" else RESERVED_BYTES
+        kept = RESERVED_BYTES
+        if device.kind == "cpu":  # where experts may pass whose layer is elsewhere
+            passing = self._passing(0, [part for part in self._running(0) if part.step.role == "experts"])
+            kept = int(device.memory_bytes * RESERVED_SHARE) + passing * (len(self.devices) > 1)
         return max(0, device.memory_bytes - kept)
 
     def _transient(self, d: int) -> int:
-        """The most that a layer holds for a moment on a device."""
-        plan, name = self.plans[d], self.names[d]
-        attentions = {(s.kwargs.get("chunk_size"), s.operator): s for s in plan.steps if s.role == "attention"}
-        blocks = any(map(keeps_blocks, attentions.values()))
-        most = max(
-            (
-                attention_working(plan, step._replace(generate_device=name), self.context, self.piece).transient_bytes
-                for step in attentions.values()
-                if not keeps_blocks(step)
-            ),
-            default=0,
+        """The most that a device holds for a moment that has a layer's home, its experts' part included wherever they are."""
+        return self._passing(d, self._running(d)) + self._caches(d).moment_bytes
+
+    def _passing(self, d: int, parts: Sequence[RunningModule]) -> int:
+        return most_held(self.plans[d], parts, Pass(1, self.piece, self.context))
+
+    def _running(self, d: int) -> list[RunningModule]:
+        """What can run on a device of what isn't pinned elsewhere."""
+        plan, found = self.plans[d], self.graph.by_path
+        split = self.popularity is not None  # then experts are here too, wherever the others of their layer are
+        here = (
+            part
+            for part in parts_of(plan)
+            if part.step.generate_device == plan.default_device or (split and part.step.role == "experts")
         )
-        moment = self._caches(d).moment_bytes
-        return most + moment + passing_bytes(plan, self.context, self.piece, mask=not blocks)
+        return [part for part in here if not self._refused(found[part.step.path], part.step, d)]

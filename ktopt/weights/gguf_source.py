@@ -12,7 +12,7 @@ from ktopt.weights.gguf import GGUFFile, open_gguf
 from ktopt.weights.gguf_config import config_from_gguf
 from ktopt.weights.names import GGUFNames, check_model_type
 from ktopt.weights.pages import drop_pages
-from ktopt.weights.recipes import RecipeBook, alternated, assemble, gathered
+from ktopt.weights.recipes import Part, RecipeBook, alternated, assemble, gathered
 from ktopt.weights.source import StoredTensor, WeightError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class GGUFSource:
             sum(t.nbytes for t in tensors),
             self.file.file_of(tensors[0]),
             recipe.as_stored,
+            not recipe.after and [part.transposed for part in recipe.parts] == [True, False],
         )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -70,19 +71,22 @@ class GGUFSource:
         except WeightError as error:
             raise WeightError(f"{self.path}: {name}: {error}") from None
         finally:
-            for tensor in (self.file.tensors[part.stored] for part in recipe.parts):
-                drop_pages(self.file.parts[tensor.part].data, tensor.offset, tensor.nbytes)
+            for part in recipe.parts:
+                self._drop(part)
 
     def raw(self, name: str) -> list[tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]]:
         recipe = self._recipes.needed(name)
         if not recipe.as_stored:
             raise WeightError(f"{self.path}: {name} can't be handed out as stored: the file has it transposed or shifted, use read")
-        parts = [
-            (kind, shape, gathered(part, raw, kind, shape))
-            for part in recipe.parts
-            for raw, kind, shape in [self._fetch(part.stored)]
-        ]
+        parts = [self._raw(part) for part in recipe.parts]
         return alternated(recipe, parts) if recipe.alternates else parts
+
+    def _raw(self, part: Part) -> tuple[str, tuple[int, ...], numpy.ndarray[Any, Any]]:
+        raw, kind, shape = self._fetch(part.stored)
+        made = gathered(part, raw, kind, shape)
+        if part.rows is not None:  # a copy was made
+            self._drop(part)
+        return kind, shape, made
 
     def pieces(self, name: str) -> list[tuple[str, tuple[int, ...], bool, numpy.ndarray[Any, Any]]]:
         """What the parameter is made of, as (type, shape, whether its last two dimensions stand the other way round, mapped bytes):
@@ -124,6 +128,11 @@ class GGUFSource:
     def _fetch(self, stored: str) -> tuple[numpy.ndarray[Any, Any], str, tuple[int, ...]]:
         tensor = self.file.tensors[stored]
         return self.file.bytes_of(tensor), tensor.type, tensor.shape
+
+    def _drop(self, part: Part) -> None:
+        """Give back the pages of a stored tensor."""
+        tensor = self.file.tensors[part.stored]
+        drop_pages(self.file.parts[tensor.part].data, tensor.offset, tensor.nbytes)
 
     def _missing(self, name: str) -> str:
         return f"{self.path} has no {self._names.stored_name(name) or 'tensor'} for the parameter {name}"

@@ -36,6 +36,7 @@ class StoredTensor:
     nbytes    bytes in the file, all parts
     file      where the first part lies
     in_place  whether `raw` hands it out: the parts are the parameter's own rows, not transposed, shifted or scaled beside
+    in_two    whether it is a kv_b_proj in two pieces, keys the other way round and values, which latent attention takes as they are
     """
 
     name: str
@@ -45,6 +46,7 @@ class StoredTensor:
     nbytes: int
     file: Path
     in_place: bool = True
+    in_two: bool = False
 
 
 class WeightSource(Protocol):

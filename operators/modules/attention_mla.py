@@ -27,7 +27,7 @@ from ktopt.implementation import BuildContext
 from ktopt.kernels import cpu
 from ktopt.kernels.cpu import latent
 from ktopt.kernels.cuda import latent as cuda_latent
-from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, LatentAttentionConfig
+from ktopt.operators.attention import DEFAULT_CHUNK_TOKENS, FEW_QUERIES, LatentAttentionConfig
 from ktopt.operators.latent_memory import LatentSizes, heads_a_run, prefers_absorbed
 from ktopt.operators.modules import tiled_attention as tiles
 from ktopt.operators.modules.latent_linear import KLatentLinear
@@ -41,8 +41,6 @@ from ktopt.operators.modules.tiled_attention import Seen
 
 log = logging.getLogger(__name__)
 
-FEW_QUERIES = 16
-"""Up to so many new tokens of a sequence count as decoding: the CPU kernel reads the cache for each few of them."""
 EXPANDED_TOKENS = 1024
 """Tokens that a cache for decoding (decode_cache: expanded) expands at a time."""
 
