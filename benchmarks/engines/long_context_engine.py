@@ -26,6 +26,7 @@ from ktopt.operators.modules import block_attention, block_cache, block_choice
 from ktopt.operators.modules.block_layer import block_cache as blocks_of
 from ktopt.runtime.benchmark import baseline_bytes
 from ktopt.runtime.decoding import Decoder
+from ktopt.runtime.memory import return_large_blocks
 from ktopt.source import SourceFile
 
 POOL_TOKENS, PIECE_TOKENS = 1 << 16, 4096
@@ -184,6 +185,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(task["threads"])
     torch.manual_seed(0)
+    return_large_blocks()  # as ktopt's commands do
     tasks = {"decode": decode, "prefill": prefill, "attention": attention}
     said = tasks[task["what"]](task)
     print(json.dumps(said | {"peak_bytes": peak_bytes()}))
