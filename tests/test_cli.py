@@ -391,6 +391,16 @@ class TestGraph:
             assert device["bytes"] == found.weight_bytes + found.cache_bytes + found.transient_bytes
         assert any(device["by_kind"].get("cache") for device in data["devices"])
         assert cli("graph", rules, *MODEL, "--context", "0").code == 2
+        assert cli("graph", rules, *MODEL, "--batch", "2").code == 2
+
+    def test_a_context_that_a_machine_has_no_room_for_is_said(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
+        assert cli("plan", rules, *MODEL, "-o", tmp_path / "plan.json").code == 0
+        (tmp_path / "small.yaml").write_text("{name: small, ram: 600MB, devices: [{name: cuda, memory: 1GB}]}")
+        for of in ([tmp_path / "plan.json"], [rules, *MODEL]):
+            result = cli("graph", *of, "--context", "100000", "--hardware", tmp_path / "small.yaml")
+            assert result.code == 1
+            assert "KT507" in result.err
+            assert result.out.startswith("digraph ")
 
     def test_a_plan_file_is_drawn_as_its_rules_are(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
         assert cli("plan", rules, *MODEL, "-o", tmp_path / "plan.json").code == 0

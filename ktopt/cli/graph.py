@@ -7,8 +7,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options, write_text
-from ktopt.cli.plan import show_findings
+from ktopt.cli.options import (
+    add_context,
+    add_force,
+    add_model,
+    add_target,
+    context_options,
+    model_argument,
+    rules_argument,
+    stage_options,
+    write_text,
+)
+from ktopt.cli.plan import asked, show_findings
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import UsageError
 from ktopt.graph import ModuleGraph
@@ -16,6 +26,7 @@ from ktopt.plan import Plan
 
 if TYPE_CHECKING:
     from ktopt.picture.picture import Picture
+    from ktopt.working_memory.asked import Memory
 
 FORMATS = ("dot", "json", "graphml", "svg", "html")
 SUFFIXES = {".dot": "dot", ".gv": "dot", ".json": "json", ".graphml": "graphml", ".svg": "svg", ".html": "html", ".htm": "html"}
@@ -26,11 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_target(parser)
     add_force(parser)
+    add_context(parser)
     parser.add_argument(
         "--format", choices=FORMATS, help="default: what the name of -o ends in, else dot; html is a page to look at and search"
     )
     parser.add_argument("--output", "-o", metavar="FILE", default="-", help="where to write it (default: standard output)")
-    parser.add_argument("--context", type=int, metavar="N", help="show too what a context of N tokens takes beside the weights")
     parser.add_argument(
         "--unfold", action="store_true", help="each module by itself, instead of alike ones as one (a page has both anyway)"
     )
@@ -44,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
     plan, tree = _plan(args)
     if plan is None:
         return 1
-    write_text(args.output, _written(kind, plan, tree, args))
-    return 1 if plan.errors else 0
+    memory = asked(plan, args, tree)
+    write_text(args.output, _written(kind, plan, tree, memory, args))
+    if memory is not None and args.rules.endswith(".json"):  # of a rule file it was said when it was compiled
+        for _, message, help in memory.findings():
+            print(f"{args.rules}: KT507 error: {message}\n  help: {help}", file=sys.stderr)
+    return 1 if plan.errors or (memory is not None and memory.over) else 0
 
 
 def _guessed(output: str) -> str:
@@ -66,16 +81,17 @@ def _plan(args: argparse.Namespace) -> tuple[Plan | None, ModuleGraph | None]:
         from ktopt.plan_check import open_plan
         from ktopt.trees import load_tree
 
+        context_options(args)
         plan = open_plan(args.rules, args.force)
         for error in plan.errors:
             print(error, file=sys.stderr)
         return plan, load_tree(plan.model.config) if plan.model.config.get("model_type") else None
-    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args))
+    compilation = run_stages(rules_argument(args.rules), model_argument(args), **stage_options(args), **context_options(args))
     show_findings(compilation)
     return compilation.plan, compilation.graph
 
 
-def _written(kind: str, plan: Plan, tree: ModuleGraph | None, args: argparse.Namespace) -> str:
+def _written(kind: str, plan: Plan, tree: ModuleGraph | None, memory: Memory | None, args: argparse.Namespace) -> str:
     from ktopt.hardware import load_hardware
     from ktopt.picture.picture import picture_of
 
@@ -83,22 +99,17 @@ def _written(kind: str, plan: Plan, tree: ModuleGraph | None, args: argparse.Nam
     if kind == "html":
         from ktopt.picture.html import to_html
 
-        return to_html(_in_context(picture_of(plan, tree, hardware), args.context))
-    return _drawn(kind, _in_context(picture_of(plan, tree, hardware, everything=args.all, unfold=args.unfold), args.context))
+        return to_html(_in_context(picture_of(plan, tree, hardware), memory))
+    return _drawn(kind, _in_context(picture_of(plan, tree, hardware, everything=args.all, unfold=args.unfold), memory))
 
 
-def _in_context(picture: Picture, context: int | None) -> Picture:
+def _in_context(picture: Picture, memory: Memory | None) -> Picture:
     """The picture with what devices hold for --context."""
-    if context is None:
+    if memory is None:
         return picture
-    if context < 1:
-        raise UsageError(f"--context: a number of tokens from 1 on, not {context}")
     from ktopt.picture.picture import with_context
-    from ktopt.working_memory import working_memory
 
-    limits = {device.name: device.memory_bytes for device in picture.devices}
-    memory = working_memory(picture.plan, context, limits=limits)
-    return with_context(picture, context, {m.device: (m.cache_bytes, m.transient_bytes) for m in memory})
+    return with_context(picture, memory.context, {m.device: (m.cache_bytes, m.transient_bytes) for m in memory.devices})
 
 
 def _drawn(kind: str, picture: Picture) -> str:
