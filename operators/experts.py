@@ -141,10 +141,11 @@ def experts_working(running: Running) -> Working:
 
 
 def loading_experts(module: Module, config: OperatorConfig, dtype: str) -> int:
-    """While they are packed: a stack of matrices as numbers, and all of its whole numbers before they are packed."""
+    """While they are packed: a stack of matrices as numbers, those that are packed, and what one more takes meanwhile."""
     if low_bits(module, config) != KEXPERTS_MARLIN.name:
         return 0
-    return max((t.numel * (ITEM_BYTES[dtype] + ITEM_BYTES["int32"]) for t in module.tensors if len(t.shape) == 3), default=0)
+    stacks = (t for t in module.tensors if len(t.shape) == 3)
+    return max((t.numel * ITEM_BYTES[dtype] + t.numel // 2 + 2 * t.numel // t.shape[0] for t in stacks), default=0)
 
 
 IMPLEMENTATION = "ktopt.operators.modules.experts:KTransformersExperts"

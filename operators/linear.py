@@ -17,6 +17,8 @@ OWN_ORDER = "columns keep their order: without calibration nothing tells how lar
 ROW_SCALES = "torch's scaled product takes one scale for each output, not for blocks of them"
 WHOLE = "the input dimension is always whole here"
 INT4_GROUPS = (32, 64, 128, 256)
+ROUNDED_AT_A_TIME = 1 << 22
+"""Weights that are made into few bits at a time."""
 OWN_TASKS = "the CPU kernels here divide the work among threads themselves"
 
 Precision = Literal[
@@ -99,11 +101,11 @@ def low_bit_footprint(module: Module, config: OperatorConfig, dtype: str) -> Foo
 
 
 def loading_low_bits(module: Module, config: OperatorConfig, dtype: str) -> int:
-    """While a weight is packed: it as numbers, in float32, and two steps of the rounding."""
+    """While a weight is packed: it as numbers, and twice a byte for each; and what some of its rows take while they are rounded."""
     weight = next((t for t in module.tensors if t.name == "weight" and len(t.shape) == 2), None)
     if not low_bits(module, config) or weight is None:
         return 0
-    return weight.numel * (ITEM_BYTES[dtype] + 3 * ITEM_BYTES["float32"])
+    return weight.numel * (ITEM_BYTES[dtype] + 2) + min(weight.numel, ROUNDED_AT_A_TIME) * 3 * ITEM_BYTES["float32"]
 
 
 def packed_bytes(shape: tuple[int, ...], op: str, config: Any) -> int:

@@ -79,7 +79,7 @@ def made(cls: type[LowBitLinear], weight: torch.Tensor, device: str, bias: bool 
 def test_four_bits_are_off_by_half_a_step_of_their_group(group: int) -> None:
     weight = drawn(48, 512)
     q, scales = Int4.quantize(weight, group)
-    assert q.dtype is torch.int32
+    assert q.dtype is torch.uint8
     assert (int(q.min()), int(q.max())) == (0, 15)
     assert scales.shape == (512 // group, 48, 2)
     scale, zero = scales.float().permute(1, 0, 2).repeat_interleave(group, 1).unbind(-1)
@@ -102,6 +102,15 @@ def test_eight_bit_floats_are_off_by_a_sixteenth() -> None:
     assert scale.shape == (48, 1)
     assert ((bits.float() * scale - weight).abs() <= weight.abs() / 16 + scale * 2.0**-10).all()
     assert torch.allclose((bits.float() * scale).abs().amax(-1), weight.abs().amax(-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("quantize", [lambda rows: Int4.quantize(rows, 64), Int8.quantize, Float8.quantize])
+def test_rows_at_a_time_are_rounded_as_all_of_them(quantize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, dim = drawn(50, 128), 1 if quantize not in (Int8.quantize, Float8.quantize) else 0
+    whole = quantize(weight)
+    monkeypatch.setattr(low_bit, "ROUNDED_AT_A_TIME", 16 * 128)
+    for found, wanted in zip(low_bit.in_pieces(quantize, weight, dim), whole, strict=True):
+        assert torch.equal(found.float(), wanted.float())
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 3.0, -1e30])

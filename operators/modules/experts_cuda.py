@@ -35,10 +35,15 @@ class KExpertsMarlin(KTransformersExperts):
         tensors: Any = context.tensors
         for name in NAMES:
             weight_E = tensors.read(context.name(name), context.dtype, context.device)
-            made = [Int4.quantize(pad(weight, OUTPUTS, INPUTS), GROUP) for weight in weight_E]
+            made = [self._packed(weight) for weight in weight_E]
             del self._parameters[name], weight_E
-            self.register_buffer(f"{name}_packed", torch.stack([Int4.pack(q) for q, _ in made]), persistent=False)
-            self.register_buffer(f"{name}_scales", torch.stack([scales for _, scales in made]), persistent=False)
+            for part, each in zip(("packed", "scales"), zip(*made, strict=True), strict=True):
+                self.register_buffer(f"{name}_{part}", torch.stack(each), persistent=False)
+
+    @staticmethod
+    def _packed(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, scales = Int4.quantize(pad(weight_NK, OUTPUTS, INPUTS), GROUP)
+        return Int4.pack(q), scales
 
     def grouped(self, name: str, rows: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         result = rows.new_empty(len(rows), self.outputs(name), dtype=torch.bfloat16)

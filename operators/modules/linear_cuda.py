@@ -13,7 +13,7 @@ from torch import nn
 from ktopt.implementation import BuildContext
 from ktopt.operators.linear import LINEAR_OPS
 from ktopt.operators.modules.linear import KTransformersLinear
-from ktopt.operators.modules.low_bit import INPUTS, OUTPUTS, Float8, Int4, Int8, pad, refuse_older
+from ktopt.operators.modules.low_bit import INPUTS, OUTPUTS, Float8, Int4, Int8, in_pieces, pad, refuse_older
 
 LEAST_SM = {op.name: op.least_sm for op in LINEAR_OPS}
 
@@ -112,7 +112,7 @@ class Int8Linear(LowBitLinear):
     scales: torch.Tensor
 
     def take(self, weight_NK: torch.Tensor) -> dict[str, torch.Tensor]:
-        q, scales = Int8.quantize(pad(weight_NK, OUTPUTS, OUTPUTS))
+        q, scales = in_pieces(Int8.quantize, pad(weight_NK, OUTPUTS, OUTPUTS))
         return {"q": q, "scales": scales}
 
     def product(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Float8Linear(LowBitLinear):
     scales: torch.Tensor
 
     def take(self, weight_NK: torch.Tensor) -> dict[str, torch.Tensor]:
-        float8, scales = Float8.quantize(pad(weight_NK, OUTPUTS, OUTPUTS))
+        float8, scales = in_pieces(Float8.quantize, pad(weight_NK, OUTPUTS, OUTPUTS))
         return {"bits": float8.view(torch.uint8), "scales": scales}
 
     def product(self, x_MK: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,14 @@ On CUDA and on the CPU the products are different functions of torch with one me
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
+from ktopt.operators.linear import ROUNDED_AT_A_TIME
 
 OUTPUTS, INPUTS = 16, 128
 """What N and K are padded to multiples of; with 8 bits, K too to multiples of OUTPUTS."""
@@ -31,6 +34,14 @@ def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return functional.pad(matrix, more) if any(more) else matrix
 
 
+def in_pieces(
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], weight_NK: torch.Tensor, scales_dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `quantize` makes of a weight, by some rows at a time: what it holds for a moment doesn't grow with the weight."""
+    found = [quantize(rows) for rows in weight_NK.split(max(1, ROUNDED_AT_A_TIME // weight_NK.shape[1]))]
+    return torch.cat([numbers for numbers, _ in found]), torch.cat([scales for _, scales in found], scales_dim)
+
+
 class Int4:
     """4 bits a weight, a scale and a zero in bfloat16 for each g of a row: weight = (q - 8) * scale + zero, q from 0 to 15.
 
@@ -43,21 +54,25 @@ class Int4:
 
     @staticmethod
     def quantize(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """q int32 (N, K), and scales and zeros (K/g, N, 2) bfloat16, of a weight whose sizes are padded."""
+        """q uint8 (N, K), and scales and zeros (K/g, N, 2) bfloat16, of a weight whose sizes are padded."""
+        return in_pieces(lambda rows: Int4._quantize(rows, group), weight_NK, 1)
+
+    @staticmethod
+    def _quantize(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, columns = weight_NK.shape
         groups = weight_NK.float().view(rows, columns // group, group)
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         scale = ((high - low) / 15).clamp(min=1e-30).bfloat16()
         zero = (low + 8 * scale.float()).bfloat16()
-        q = ((groups - zero.float()) / scale.float() + 8).round().clamp(0, 15).to(torch.int32)
+        q = ((groups - zero.float()) / scale.float() + 8).round().clamp(0, 15).to(torch.uint8)
         return q.view(rows, columns), torch.cat([scale, zero], -1).transpose(0, 1).contiguous()
 
     @staticmethod
     def pack(q_NK: torch.Tensor) -> torch.Tensor:
         """q in the layout that the product wants on its device."""
         if q_NK.device.type == "cpu":
-            return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK, 1)  # type: ignore[no-any-return]
-        pairs = (q_NK[:, ::2] << 4 | q_NK[:, 1::2]).to(torch.uint8)
+            return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK.int(), 1)  # type: ignore[no-any-return]
+        pairs = q_NK[:, ::2] << 4 | q_NK[:, 1::2]
         return torch.ops.aten._convert_weight_to_int4pack(pairs, INNER_TILES)  # type: ignore[no-any-return]
 
     @staticmethod
