@@ -100,11 +100,13 @@ class Working:
     cache_bytes      for the tokens of the context, as long as they are remembered
     transient_bytes  the most at once while it runs, beyond its input, the cache, and what it keeps
     kept_bytes       memory that its kernels use again from call to call, and share with other modules'
+    elsewhere        transient_bytes on another device that it computes on, by device (hot experts)
     """
 
     cache_bytes: int = 0
     transient_bytes: int = 0
     kept_bytes: int = 0
+    elsewhere: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

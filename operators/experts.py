@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ktopt.graph import ITEM_BYTES, Module
 from ktopt.kernels import cpu
 from ktopt.operator import Op, OperatorConfig, PlacedConfig, Problem, dense_footprint, operator, option
-from ktopt.operators.hot_experts import cannot_split, hot_problems, split_footprint
+from ktopt.operators.hot_experts import cannot_split, hot_problems, split_footprint, split_working
 from ktopt.operators.kernel_memory import expert_bytes, rounded, running_op
 from ktopt.operators.latent_memory import FLOAT_BYTES
 from ktopt.operators.linear import low_bits, packed_bytes
@@ -163,7 +163,7 @@ operator(
     forward_changed=True,
     refuses=cannot_take,
     footprint=split_footprint(packed_footprint),
-    working=experts_working,
+    working=split_working(experts_working),
     loading=loading_experts,
 )(ExpertsConfig)
 
@@ -186,6 +186,6 @@ for _name, _upstream in SERVE_VARIANTS.items():
         forward_changed=True,
         refuses=cannot_take,
         footprint=split_footprint(packed_footprint),
-        working=experts_working,
+        working=split_working(experts_working),
         loading=loading_experts,
     )(ExpertsConfig)

@@ -9,10 +9,15 @@ from typing import Any
 
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, Problem
+from ktopt.operators.latent_memory import FLOAT_BYTES
+from ktopt.operators.model_sizes import CHOSEN, ModelSizes
 from ktopt.pattern.numbers import from_ranges
-from ktopt.placement import Footprint
+from ktopt.placement import Footprint, Running, Working
 from ktopt.popularity import hot_ids
 
+Runs = Callable[[Running], Working]
+PIECE_TOKENS = 512
+"""Tokens of a prompt that a split layer's sides take at a time."""
 Measure = Callable[[Module, OperatorConfig, str], Footprint]
 
 
@@ -61,6 +66,30 @@ def split_footprint(measure: Measure) -> Measure:
         moved = measure(_of(module, count, len(hot)), there, dtype).weight_bytes
         elsewhere = {device: moved} if device != home else {}
         return Footprint(cold.weight_bytes + moved, elsewhere=elsewhere, here=Fraction(count - len(hot), count))
+
+    return measured
+
+
+def split_working(measure: Runs) -> Runs:
+    """What whole layers hold while they run, as what split ones do: each side takes a piece's hidden states in float32, a row for
+    each choice, and has its results by choice before they are summed. All choices may fall to one side."""
+
+    def measured(running: Running) -> Working:
+        kwargs = running.step.kwargs
+        if not kwargs.get("hot_experts"):
+            return measure(running)
+        sizes = ModelSizes.of(running.model)
+        tokens = min(running.rows, PIECE_TOKENS)
+        all_rows, rows = (count * sizes.hidden * FLOAT_BYTES for count in (running.rows, tokens))
+        choices = rows * sizes.chosen
+        one = {**running.model, **{name: 1 for name in CHOSEN if name in running.model}}
+        each = replace(running, model=one, item=FLOAT_BYTES, sequences=tokens * sizes.chosen, tokens=1)
+        hot_step = running.step._replace(stored=(), kwargs={**kwargs, "generate_op": kwargs.get("hot_op")})
+        cold, hot = measure(each), measure(replace(each, step=hot_step))
+        there = 2 * rows + 2 * choices + hot.transient_bytes
+        here = 2 * all_rows + 2 * rows + choices + cold.transient_bytes
+        device = str(kwargs.get("hot_device") or running.step.generate_device)
+        return Working(0, here, cold.kept_bytes, {device: there})
 
     return measured
 

@@ -199,7 +199,7 @@ def test_a_placement_by_popularity_is_better_and_its_plan_holds_what_was_said(ma
     assert main(["place", str(out), *asked[:-1], str(again)]) == 0
     before, after = (yaml.safe_load(path.read_text()) for path in (out, again))
     assert before["place"] == after["place"]
-    assert hot_count(before) == hot_count(after)  # of experts that are chosen alike others may be taken
+    assert hot_count(before) <= hot_count(after)  # no whole layer's experts pass on a card any more, which makes room
 
 
 def hot_count(rules: Any) -> int:

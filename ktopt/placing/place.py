@@ -11,7 +11,7 @@ from ktopt.placement import Hardware
 from ktopt.placing.nothing import why_nothing_fits
 from ktopt.placing.problem import Assignment, held_bytes, time_us
 from ktopt.placing.solve import solve
-from ktopt.placing.splits import Hot, with_hot
+from ktopt.placing.splits import Hot, with_hot, without_hot
 from ktopt.placing.units import Case, make_case
 from ktopt.placing.writing import Line, place_lines
 from ktopt.plan import Plan
@@ -73,6 +73,13 @@ def place(
 
     case = case_of(tokens)
     solution = solve(case.problem)
+    if popularity is not None:  # layers that aren't split need less for a moment
+        whole = make_case(without_hot(ruleset), graph, hardware, options, stored, tokens, after=after)
+        found = solve(whole.problem)
+        if found is not None and (
+            solution is None or time_us(whole.problem, found.assignment) < time_us(case.problem, solution.assignment)
+        ):
+            case, solution = replace(whole, chosen=case.chosen), found
     if solution is None:
         raise NothingFits(*why_nothing_fits(case, hardware.name, case_of))
     problem, assignment = case.problem, solution.assignment

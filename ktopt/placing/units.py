@@ -28,7 +28,7 @@ from ktopt.ruleset import RuleSet
 from ktopt.weights.source import StoredTensor
 from ktopt.working_memory import prompt_piece
 from ktopt.working_memory.parts import RunningModule, parts_of
-from ktopt.working_memory.passing import Pass, most_held
+from ktopt.working_memory.passing import Pass, most_held, peaks
 
 RESERVED_BYTES = 768 << 20
 """Of an accelerator, for the driver, libraries and what an allocator can't use."""
@@ -390,7 +390,19 @@ class _Builder:
 
     def _transient(self, d: int) -> int:
         """The most that a device holds for a moment that has a layer's home, its experts' part included wherever they are."""
-        return self._passing(d, self._running(d)) + self._caches(d).moment_bytes
+        return max(self._passing(d, self._running(d)), self._hot_passing(d)) + self._caches(d).moment_bytes
+
+    def _hot_passing(self, d: int) -> int:
+        """The same while hot experts run there whose others are in main memory."""
+        if self.popularity is None or d == CPU:
+            return 0
+        plan, name, found = self.plans[CPU], self.names[d], []
+        for part in parts_of(plan):
+            if "hot_experts" in part.step.kwargs:
+                kwargs = {**part.step.kwargs, "hot_experts": "0", "hot_device": name}
+                found.append(replace(part, step=part.step._replace(kwargs=kwargs)))
+        moments = peaks(plan, found, Pass(1, self.piece, self.context))
+        return moments[name].nbytes if name in moments else 0
 
     def _passing(self, d: int, parts: Sequence[RunningModule]) -> int:
         return most_held(self.plans[d], parts, Pass(1, self.piece, self.context))
@@ -398,10 +410,5 @@ class _Builder:
     def _running(self, d: int) -> list[RunningModule]:
         """What can run on a device of what isn't pinned elsewhere."""
         plan, found = self.plans[d], self.graph.by_path
-        split = self.popularity is not None  # then experts are here too, wherever the others of their layer are
-        here = (
-            part
-            for part in parts_of(plan)
-            if part.step.generate_device == plan.default_device or (split and part.step.role == "experts")
-        )
+        here = (part for part in parts_of(plan) if part.step.generate_device == plan.default_device)
         return [part for part in here if not self._refused(found[part.step.path], part.step, d)]

@@ -50,10 +50,11 @@ def peaks(plan: Plan, parts: Sequence[RunningModule], passed: Pass, before: Pass
         device, working = part.step.generate_device, working_of(plan, part, passed)
         earlier = working if before is None else working_of(plan, part, before)
         kept[device] = max(kept.get(device, 0), working.kept_bytes, earlier.kept_bytes)
-        peak = Peak(working.transient_bytes + around(plan, part, passed, masks=masks), part.step.path, part.step.operator)
-        if peak.nbytes > found.get(device, Peak()).nbytes:
-            found[device] = peak
-    return {device: replace(peak, nbytes=peak.nbytes + kept[device]) for device, peak in found.items()}
+        beside = around(plan, part, passed, masks=masks)
+        for where, count in ((device, working.transient_bytes), *working.elsewhere.items()):
+            if count + beside > found.get(where, Peak()).nbytes:
+                found[where] = Peak(count + beside, part.step.path, part.step.operator)
+    return {device: replace(peak, nbytes=peak.nbytes + kept.get(device, 0)) for device, peak in found.items()}
 
 
 def most_held(plan: Plan, parts: Iterable[RunningModule], passed: Pass) -> int:

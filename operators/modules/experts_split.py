@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from ktopt.diagnostics import KtoptError
 from ktopt.implementation import BuildContext, Loads
 from ktopt.operators.experts import ExpertsConfig
+from ktopt.operators.hot_experts import PIECE_TOKENS
 from ktopt.popularity import hot_ids
 from ktopt.weights import StoredTensor, WeightError
 
@@ -91,13 +92,19 @@ class KSplitExperts(nn.Module):
         device of hidden_states or on out_device. KtoptError for the number of an expert that isn't there."""
         index_TK = top_k_index.cpu()
         self._check(index_TK)
+        pieces = zip(*(each.split(PIECE_TOKENS) for each in (hidden_states, index_TK, top_k_weights)), strict=True)
+        made = [self._piece(*piece) for piece in pieces]
+        result_TH = torch.cat(made) if len(made) > 1 else made[0]
+        return result_TH.to(hidden_states.dtype)
+
+    def _piece(self, hidden_states: torch.Tensor, index_TK: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """So many tokens, in float32."""
         x_TH = hidden_states.float()
         target = torch.device(self.out_device) if self.out_device else hidden_states.device
         # the hot side first: what an accelerator is given runs while the CPU computes
         found = [self._one(side, x_TH, index_TK, top_k_weights) for side in self.sides]
         there = [result_TH.to(target) for result_TH in found if result_TH is not None]
-        total_TH = sum(there[1:], there[0]) if there else torch.zeros_like(x_TH, device=target)
-        return total_TH.to(hidden_states.dtype)
+        return sum(there[1:], there[0]) if there else torch.zeros_like(x_TH, device=target)
 
     def _one(self, side: Side, x_TH: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor | None:
         """What one side adds to each token (T, H) in float32, on its device; None where no token chose any of its experts."""
