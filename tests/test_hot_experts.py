@@ -59,7 +59,7 @@ def split(source: Any, hot: str = "1, 3..4", **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("F32", "F32")])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 40, 600])
 @torch.no_grad()
 def test_a_split_layer_agrees_with_transformers_experts(kinds: tuple[str, str], tokens: int) -> None:
     source = Stored(*kinds)
@@ -159,7 +159,10 @@ def test_a_plan_counts_hot_experts_where_their_block_is(tiny: Any) -> None:
     moved = sum(sum(step.elsewhere.values()) for step in plan.steps)
     before, after = device_bytes(whole), device_bytes(plan)
     assert (after["cuda:0"] - before["cuda:0"], before["cpu"] - after["cpu"]) == (moved, moved)
-    assert {m.device: m.weight_bytes for m in working_memory(plan, 64)} == after
+    memory, before_it = ({m.device: m for m in working_memory(each, 64)} for each in (plan, whole))
+    assert {device: m.weight_bytes for device, m in memory.items()} == after
+    assert memory["cuda:0"].prefill.module == "model.layers.0.mlp.experts"
+    assert memory["cuda:0"].prefill.nbytes > before_it["cuda:0"].prefill.nbytes
     assert {f.name for change in diff_plans(whole, plan).changes for f in change.fields} >= {"elsewhere", "kwargs.hot_experts"}
 
 
