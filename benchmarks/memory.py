@@ -48,19 +48,11 @@ class Mix:
     tokens: int
 
 
-BLOCKS = """\
-  - {{id: layers, match: "@model.layers.*", replace: KDecoderLayer}}
-  - id: attention
-    match: "@model.layers.*.self_attn"
-    replace: KDynamicAttention
-    kwargs: {{kv_type: Q8_0, preselect_block: false}}
-"""
 MODELS: dict[str, tuple[str, str, tuple[Mix, ...]]] = {
     "smollm2": ("SmolLM2 135M, Q4_1", "", (
         Mix("transformers in float32", "smollm2/reference", 2048),
         Mix("fused layers on blocks", "smollm2/cpu", 8192),
         Mix("linears on blocks, float32", LINEARS.format(dtype="float32"), 2048),
-        Mix("the second, cache in blocks of 8 bits", (LINEARS + BLOCKS).format(dtype="float32"), 8000),
     )),
     "moe": ("Qwen3-MoE 0.4B, Q4_K", "qwen3moe-0.4b", (
         Mix("transformers in float32", OWN.format(dtype="float32"), 1024),
