@@ -12,7 +12,7 @@ from ktopt.operator import Op, OperatorConfig, PlacedConfig, Problem, dense_foot
 from ktopt.operators.hot_experts import cannot_split, hot_problems, split_footprint, split_working
 from ktopt.operators.kernel_memory import expert_bytes, rounded, running_op
 from ktopt.operators.latent_memory import FLOAT_BYTES
-from ktopt.operators.linear import low_bits, packed_bytes
+from ktopt.operators.linear import low_bits, making_low_bits, packed_bytes
 from ktopt.operators.model_sizes import ModelSizes
 from ktopt.operators.names import upstream_names
 from ktopt.operators.own_memory import one_by_one
@@ -141,11 +141,11 @@ def experts_working(running: Running) -> Working:
 
 
 def loading_experts(module: Module, config: OperatorConfig, dtype: str) -> int:
-    """While they are packed: a stack of matrices as numbers, those that are packed, and what one more takes meanwhile."""
+    """While they are packed, one matrix after another: all that are packed, and one more. Their numbers are in main memory."""
     if low_bits(module, config) != KEXPERTS_MARLIN.name:
         return 0
-    stacks = (t for t in module.tensors if len(t.shape) == 3)
-    return max((t.numel * ITEM_BYTES[dtype] + t.numel // 2 + 2 * t.numel // t.shape[0] for t in stacks), default=0)
+    matrices = [t.shape[1] * t.shape[2] for t in module.tensors if len(t.shape) == 3]
+    return packed_footprint(module, config, dtype).weight_bytes + max((making_low_bits(n, dtype) for n in matrices), default=0)
 
 
 IMPLEMENTATION = "ktopt.operators.modules.experts:KTransformersExperts"

@@ -105,7 +105,12 @@ def loading_low_bits(module: Module, config: OperatorConfig, dtype: str) -> int:
     weight = next((t for t in module.tensors if t.name == "weight" and len(t.shape) == 2), None)
     if not low_bits(module, config) or weight is None:
         return 0
-    return weight.numel * (ITEM_BYTES[dtype] + 2) + min(weight.numel, ROUNDED_AT_A_TIME) * 3 * ITEM_BYTES["float32"]
+    return making_low_bits(weight.numel, dtype)
+
+
+def making_low_bits(numel: int, dtype: str) -> int:
+    """Bytes held at most while a matrix of so many weights is packed, itself included."""
+    return numel * (ITEM_BYTES[dtype] + 2) + min(numel, ROUNDED_AT_A_TIME) * 3 * ITEM_BYTES["float32"]
 
 
 def packed_bytes(shape: tuple[int, ...], op: str, config: Any) -> int:

@@ -13,10 +13,15 @@ import pytest
 import ktopt
 from ktopt.cli import main
 from ktopt.diagnostics import KtoptError, UsageError
+from ktopt.operator import build_config
 from ktopt.operators.linear import ROUNDED_AT_A_TIME
+from ktopt.registry import find
 from ktopt.source import SourceFile
+from ktopt.trees import load_tree
+from ktopt.weights.usual import usual_storage
 from ktopt.working_memory import Reckoning, fitting_context, over_limits, working_memory
 from ktopt.working_memory.devices import LOADING_BYTES, RUNNING_BYTES
+from ktopt.working_memory.loading import loading_peaks
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / "rules" / "smollm2"
@@ -104,6 +109,23 @@ def test_what_latent_attention_keeps_in_two_pieces_counts_as_its_file_has_it(
     (cpu,) = ktopt.memory(own, 64, weights=file).devices
     read = cpu.loading.nbytes - LOADING_BYTES - cpu.weight_bytes
     assert 0 <= read <= 8 * 256 * 256 * 144 // 256  # the file's pages of one stack of experts
+
+
+def test_experts_that_are_packed_are_numbers_in_main_memory_first() -> None:
+    line = "{match: 'name=experts', replace: KTransformersExperts, kwargs: {generate_op: KExpertsMarlin}}"
+    plan = ktopt.compile(rules(line, dtype="bfloat16", place="cuda:0"), "qwen3-30b-a3b", storage="Q4_K_M")
+    graph = load_tree("qwen3-30b-a3b")
+    loading = loading_peaks(plan, graph, usual_storage(graph, "Q4_K_M"))
+    stack, stored = 128 * 1536 * 2048, 128 * 1536 * 2048 // 256 * 144
+    assert loading["cpu"].nbytes == stack * 2 + stored
+    first, spec = plan.by_path["model.layers.0.mlp.experts"], find("KTransformersExperts")
+    assert spec is not None
+    assert spec.loading is not None
+    config, _ = build_config(spec, first.kwargs)
+    matrix = 1536 * 2048
+    in_work = matrix * (2 + 2) + matrix * 12
+    assert matrix < ROUNDED_AT_A_TIME
+    assert spec.loading(graph.by_path[first.path], config, "bfloat16") == first.weight_bytes + in_work
 
 
 def test_the_context_that_fits_is_the_largest_that_does() -> None:

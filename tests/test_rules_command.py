@@ -17,7 +17,7 @@ from ktopt.cli import main
 from ktopt.hardware import load_hardware
 from ktopt.models.shipped import known_models
 from ktopt.trees import load_tree
-from ktopt.working_memory import over_limits, working_memory
+from ktopt.working_memory import Reckoning, over_limits
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -74,10 +74,10 @@ def test_a_longer_context_can_make_a_set_unfit(capsys: pytest.CaptureFixture[str
 def test_the_longest_context_is_the_last_that_fits() -> None:
     (found,) = (each for each in fits_of(load_tree("llama-3.1-8b"), Asked()) if each.name == "llama-3.1-8b/24gb")
     assert found.plan is not None
-    room = dict(found.room)
-    assert not over_limits(working_memory(found.plan, found.longest, limits=room), room)
-    assert over_limits(working_memory(found.plan, found.longest + 1024, limits=room), room)
-    assert longest_context(found.plan, {}) == 131072
+    reckoning, room = Reckoning(found.plan), dict(found.room)
+    assert not over_limits(reckoning.memory(found.longest, limits=room), room)
+    assert over_limits(reckoning.memory(found.longest + 1024, limits=room), room)
+    assert longest_context(reckoning, {}) == 131072
 
 
 def test_a_machine_alone_lists_the_sets_of_all_models_that_fit_it(capsys: pytest.CaptureFixture[str]) -> None:

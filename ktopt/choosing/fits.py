@@ -21,9 +21,10 @@ from ktopt.plan_options import PlanOptions
 from ktopt.render.style import plural, size
 from ktopt.ruleset import RuleSet
 from ktopt.selection.architectures import is_for
+from ktopt.weights.source import StoredTensor
 from ktopt.weights.storage import stored_for
 from ktopt.weights.usual import usual_storage
-from ktopt.working_memory import DeviceMemory, Reckoning, over_limits, working_memory
+from ktopt.working_memory import DeviceMemory, Reckoning, over_limits
 
 DEFAULT_CONTEXT = 8192
 """Tokens of context that memory is reckoned for where nobody says."""
@@ -103,12 +104,13 @@ def fit(shipped: ShippedSet, graph: ModuleGraph, asked: Asked) -> Fit:
     plan, errors = compilation.plan, compilation.report.errors
     if plan is None:
         return Fit(shipped, name, None, (), room, _said(errors))
-    memory = tuple(working_memory(plan, asked.context, limits=room))
+    reckoning = Reckoning(plan, graph, _stored(graph, asked))
+    memory = tuple(reckoning.memory(asked.context, limits=room))
     made = Fit(shipped, name, plan, memory, room)
     if other := next((each for each in errors if each.code.startswith("KT3")), None):
         return replace(made, reason=f"for a model of another size: {other.message}", other_size=True)
     reason = _lacking(plan, hardware) or _too_little(made) or _said(errors)
-    return replace(made, reason=reason, longest=0 if reason else longest_context(plan, room))
+    return replace(made, reason=reason, longest=0 if reason else longest_context(reckoning, room))
 
 
 def _machine(shipped: ShippedSet, asked: Asked) -> Hardware:
@@ -123,11 +125,9 @@ def room_of(hardware: Hardware) -> dict[str, int]:
     return room | ({"cpu": int(hardware.ram_bytes * (1 - RESERVED_SHARE))} if hardware.ram_bytes else {})
 
 
-def longest_context(plan: Plan, room: Mapping[str, int]) -> int:
+def longest_context(reckoning: Reckoning, room: Mapping[str, int]) -> int:
     """The most tokens of context with which no device holds more than it may, up to what the model itself takes."""
-    most = int(plan.model.config.get("max_position_embeddings") or ENDLESS)
-
-    reckoning = Reckoning(plan)
+    most = int(reckoning.plan.model.config.get("max_position_embeddings") or ENDLESS)
 
     def there_is_room(context: int) -> bool:
         return not over_limits(reckoning.memory(context, limits=room), room)
@@ -141,6 +141,10 @@ def longest_context(plan: Plan, room: Mapping[str, int]) -> int:
     return least * STEP
 
 
+def _stored(graph: ModuleGraph, asked: Asked) -> Mapping[str, StoredTensor] | None:
+    return stored_for(None, asked.weights, graph) if asked.weights else usual_storage(graph, asked.storage)
+
+
 @cache
 def _ruleset(shipped: ShippedSet) -> RuleSet:
     ruleset = run_stages(shipped.path).ruleset
@@ -150,7 +154,7 @@ def _ruleset(shipped: ShippedSet) -> RuleSet:
 
 def _timed(fit: Fit, graph: ModuleGraph, asked: Asked) -> Fit:
     hardware = _machine(fit.shipped, asked)
-    stored = stored_for(None, asked.weights, graph) if asked.weights else usual_storage(graph, asked.storage)
+    stored = _stored(graph, asked)
     options = PlanOptions(hardware=hardware)
     return replace(fit, token_us=token_time_us(_ruleset(fit.shipped), graph, hardware, options, stored, asked.context))
 

@@ -91,6 +91,8 @@ def as_data(model: str, fit: Any, asked: Any) -> dict[str, Any]:
                 "weight_bytes": each.weight_bytes,
                 "cache_bytes": each.cache_bytes,
                 "transient_bytes": each.transient_bytes,
+                "loading_bytes": each.loading.nbytes,
+                "together_bytes": each.together,
                 "room_bytes": fit.room.get(each.device),
             }
             for each in fit.memory

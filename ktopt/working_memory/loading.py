@@ -27,8 +27,8 @@ def loading_peaks(plan: Plan, graph: ModuleGraph | None, stored: Mapping[str, St
         if not step.weight_bytes:
             continue
         module = graph.modules[number] if graph is not None else None
-        reading = _read_bytes(step, module, stored or {}) if module is not None else 0
         making = _made_bytes(step, module) if module is not None else 0
+        reading = _read_bytes(step, module, stored or {}, packs=making > 0) if module is not None else 0
         for device, held in step.held_bytes.items():
             made = max(held, making) + (reading if device == "cpu" else 0)
             note(device, placed.get(device, 0) + made, step)
@@ -46,14 +46,14 @@ def _made_bytes(step: Step, module: Module) -> int:
     return spec.loading(module, config or spec.config(), step.dtype)
 
 
-def _read_bytes(step: Step, module: Module, stored: Mapping[str, StoredTensor]) -> int:
-    """Pages of the file that are mapped while a tensor becomes numbers, and where the file has it transposed or in other numbers, a
-    copy of it."""
+def _read_bytes(step: Step, module: Module, stored: Mapping[str, StoredTensor], *, packs: bool) -> int:
+    """Pages of the file that are mapped while a tensor becomes numbers, and a copy of it where the file has it transposed or in
+    other numbers, or where it is a stack of matrices that its operator packs."""
     most = 0
     for tensor in module.tensors:
         found = stored.get(f"{step.path}.{tensor.name}")
         if found is None or (step.stored and is_matrix(tensor)):
             continue
-        copied = 0 if found.in_place else tensor.numel * ITEM_BYTES[step.dtype]
+        copied = 0 if found.in_place and not (packs and len(tensor.shape) == 3) else tensor.numel * ITEM_BYTES[step.dtype]
         most = max(most, found.nbytes + copied)
     return most

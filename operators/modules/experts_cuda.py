@@ -22,9 +22,9 @@ NAMES = ("gate_up_proj", "down_proj")
 class KExpertsMarlin(KTransformersExperts):
     """Routed experts, called as KTransformersExperts: experts(hidden_states, top_k_index, top_k_weights).
 
-    The matrices are Int4 in groups of GROUP, quantised at load on the device where they live; products are in bfloat16, the rest as
-    KTransformersExperts has it. gate_up_proj (E, 2I, H) and down_proj (E, H, I) read as fresh numbers, those that the products use:
-    meant for code that looks at them, and slow.
+    The matrices are Int4 in groups of GROUP, quantised at load on the device where they live, one after another; products are in
+    bfloat16, the rest as KTransformersExperts has it. gate_up_proj (E, 2I, H) and down_proj (E, H, I) read as fresh numbers, those
+    that the products use: meant for code that looks at them, and slow.
     """
 
     def __init__(self, *args: Any, **tensor: Any) -> None:
@@ -34,11 +34,16 @@ class KExpertsMarlin(KTransformersExperts):
     def load_tensors(self, context: BuildContext) -> None:
         tensors: Any = context.tensors
         for name in NAMES:
-            weight_E = tensors.read(context.name(name), context.dtype, context.device)
-            made = [self._packed(weight) for weight in weight_E]
+            weight_E = tensors.read(context.name(name), context.dtype, "cpu")  # a whole stack may be more than a card has
+            held: tuple[torch.Tensor, ...] = ()
+            for expert, weight in enumerate(weight_E):
+                made = self._packed(weight.to(context.device))
+                held = held or tuple(part.new_empty(len(weight_E), *part.shape) for part in made)
+                for into, part in zip(held, made, strict=True):
+                    into[expert] = part
             del self._parameters[name], weight_E
-            for part, each in zip(("packed", "scales"), zip(*made, strict=True), strict=True):
-                self.register_buffer(f"{name}_{part}", torch.stack(each), persistent=False)
+            for kind, stack in zip(("packed", "scales"), held, strict=True):
+                self.register_buffer(f"{name}_{kind}", stack, persistent=False)
 
     @staticmethod
     def _packed(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
