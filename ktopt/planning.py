@@ -344,8 +344,14 @@ class _Planner:
                     "KT504",
                     f"{device} would hold {need / 1e9:.1f} GB of weights and {hardware.name} has {have / 1e9:.1f} GB there",
                     self._who_fills(rows),
-                    help=f"move modules elsewhere; the largest are {items}",
+                    help=f"move modules elsewhere; the largest are {items}" + self._as_stored(),
                 )
+
+    def _as_stored(self) -> str:
+        """What would count less, where ops keep weights as they are stored and nobody said how that is."""
+        if self.stored is not None or not any(ruling.keeps for ruling in self.rulings.values()):
+            return ""
+        return "; --weights, or --storage Q4_K_M as long as there are none, counts weights as they are stored"
 
     def _who_fills(self, rows: Sequence[tuple[int, Step, int]]) -> Origin:
         """Where the file puts most of what these rows hold: a rule's device, a line of `place:`, or the default."""

@@ -14,7 +14,10 @@ from ktopt.working_memory.fitting import fitting_chunk, fitting_context
 from ktopt.working_memory.pieces import prompt_piece, takes_chunk
 
 LARGEST = 5
-FEWER_BITS = "weights in fewer bits take less: --weights, with KTransformersLinear and KTransformersExperts, or KLinearMarlin"
+FEWER_BITS = (
+    "weights in fewer bits take less: --weights, or --storage Q4_K_M as long as there are none, with KTransformersLinear and "
+    "KTransformersExperts, or KLinearMarlin"
+)
 WORTH_SAYING = 10
 """What is less than one in so many of a device's bytes isn't worth changing."""
 LATENT = "KDeepseekV2Attention"
