@@ -123,10 +123,11 @@ def asked(plan: Plan, args: argparse.Namespace, graph: ModuleGraph | None = None
     if graph is None and plan.model.config.get("model_type"):
         graph = load_tree(plan.model.config)
     stored = stored_for(args.model, args.weights, graph) if graph is not None else None
-    if stored is None and graph is not None and args.storage:
+    usual = getattr(args, "storage", None)
+    if stored is None and graph is not None and usual:
         from ktopt.weights.usual import check_storage, usual_storage
 
-        stored = usual_storage(graph, check_storage(args.storage))
+        stored = usual_storage(graph, check_storage(usual))
     hardware = load_hardware(args.hardware) if args.hardware else None
     return memory_of(plan, args.context, args.batch or 1, hardware=hardware, graph=graph, stored=stored)
 
