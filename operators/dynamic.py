@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ktopt.cache.blocks.memory import TILE_TOKENS
 from ktopt.config import CacheSettings, LongContextSettings, contradictions, long_settings, settle
 from ktopt.graph import Module
 from ktopt.operator import OperatorConfig, PlacedConfig, Problem, field_types, operator, option
@@ -89,13 +90,28 @@ def settings_of(
     )
 
 
+ASKED_SCORES = 1 << 22
+"""Weights of a prompt's last queries on keys, float32, that are in memory at a time."""
+
+
+def asked_bytes(running: Running, config: OperatorConfig) -> int:
+    """What the first token after a prompt takes where blocks are chosen by the prompt's last queries: their weights on keys, and a
+    tile of a layer's keys as they are unpacked and in float32."""
+    long, _ = settings_of(config)
+    if running.tokens > 1 or not (long.preselect_block or long.anchor_type == "DYNAMIC"):
+        return 0
+    sizes, tokens = ModelSizes.of(running.model), min(running.context, TILE_TOKENS)
+    return FLOAT_BYTES * (ASKED_SCORES + 2 * running.sequences * tokens * sizes.kv_heads * sizes.head_dim)
+
+
 def block_working(running: Running) -> Working:
     """Of a piece of a prompt: its queries while they are rotated; or in float32, the results so far, those with the next blocks,
     and both merged. The cache, and memory to unpack blocks in, is reckoned for all layers together."""
     sizes = ModelSizes.of(running.model)
     query = running.rows * sizes.heads * sizes.head_dim
     keys = running.rows * 2 * sizes.kv_heads * sizes.head_dim
-    return Working(0, max(4 * query * running.item, query * (running.item + 3 * FLOAT_BYTES)) + keys * running.item)
+    passing = max(4 * query * running.item, query * (running.item + 3 * FLOAT_BYTES)) + keys * running.item
+    return Working(0, passing + asked_bytes(running, running.config))
 
 
 IMPLEMENTATION = "ktopt.operators.modules.dynamic_attention:KDynamicAttention"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktopt.operator import build_config
+from ktopt.operators.dynamic import asked_bytes
 from ktopt.operators.kernel_memory import TOGETHER, expert_bytes, slab_bytes
 from ktopt.operators.latent_memory import FLOAT_BYTES, KEPT_BYTES, LatentSizes
 from ktopt.operators.model_sizes import ModelSizes
@@ -32,7 +33,7 @@ def layer_working(running: Running) -> Working:
     below = [step for step in running.below if step.path.startswith(f"{attention.path}.")]
     inner = replace(running, step=attention, config=config or spec.config(), below=below)
     if spec.blocks:
-        return Working(0, result + _blocked(running, sizes), kernels)
+        return Working(0, result + _blocked(running, sizes) + asked_bytes(running, inner.config), kernels)
     if LatentSizes.of(running.model) is not None:
         return _latent(running, inner, result, kernels, sizes)
     shape = shape_of(inner)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 
 from ktopt.cache.blocks.memory import KEPT_QUERIES
-
-SCORES = 1 << 22
-"""Scores, float32, that are in memory at a time."""
+from ktopt.operators.dynamic import ASKED_SCORES as SCORES
 
 
 class Asked:
