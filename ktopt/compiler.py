@@ -158,7 +158,7 @@ def _on_model(
     if report.stops_plan or not wants_plan:
         return Compilation(document, ruleset, graph, matches, None, report)
     plan = in_mode(make_plan(ruleset, graph, matches, options, report, stored))
-    if options.context is not None and options.hardware is not None:
+    if options.context is not None and options.hardware is not None and not any(d.code == "KT506" for d in report.errors):
         from ktopt.working_memory.finding import check_context
 
         check_context(plan, ruleset, options.hardware, options.context, options.batch, report, graph, stored)

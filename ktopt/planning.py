@@ -62,7 +62,8 @@ def make_plan(
     planner = _Planner(ruleset, graph, matches, options, report, stored)
     steps = noted_below(ruleset, graph, planner.steps())
     check_below(ruleset, graph, matches, steps, report)
-    planner.check_memory(steps)
+    if options.context is None and not any(found.code == "KT506" for found in report.errors):
+        planner.check_memory(steps)  # else KT507 says it of more than weights, or KT506 of any map
     return Plan(
         model=ModelRef(graph.name, graph.model_type, graph.architectures, graph.digest, graph.config),
         rule_file=ruleset.path,
@@ -338,8 +339,9 @@ class _Planner:
             have = found.memory_bytes if found else hardware.ram_bytes if device == "cpu" else 0
             need = sum(count for _, _, count in rows)
             if have and need > have:
-                largest = sorted(rows, key=lambda row: -row[2])[:5]
-                items = ", ".join(f"{s.path} {count / 1e9:.2f} GB" for _, s, count in largest)
+                from ktopt.working_memory.remedies import largest_groups, listed
+
+                items = listed(largest_groups((step.path, count) for _, step, count in rows))
                 self.report.error(
                     "KT504",
                     f"{device} would hold {need / 1e9:.1f} GB of weights and {hardware.name} has {have / 1e9:.1f} GB there",

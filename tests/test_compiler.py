@@ -126,7 +126,15 @@ def test_a_machine_that_is_too_small_is_an_error_that_names_the_largest_modules(
     report = ktopt.check(SourceFile("r.yaml", LINEARS), "llama-3.1-70b", hardware=load_hardware("1x24GB"))
     found = [d for d in report.errors if d.code == "KT504"]
     assert len(found) == 1
-    assert "lm_head" in (found[0].help or "")
+    assert "the largest are model.layers.*.mlp.gate_proj 10.57 GB, model.layers.*.mlp.up_proj 10.57 GB" in (found[0].help or "")
+
+
+def test_what_is_too_much_is_said_once() -> None:
+    whole = SourceFile("r.yaml", "version: 1\nplace: {'cuda:0': '@**'}\nrules: []\n")
+    auto = SourceFile("r.yaml", "version: 1\nplace: auto\nrules: []\n")
+    for source, code in ((whole, "KT507"), (auto, "KT506")):
+        report = ktopt.check(source, "llama-3.1-70b", hardware="1x24GB+32GB", context=2048)
+        assert [d.code for d in report.errors] == [code]
 
 
 def test_errors_that_leave_a_plan_standing_are_in_the_plan() -> None:

@@ -248,6 +248,13 @@ def test_a_device_that_is_too_small_is_reported_where_the_file_puts_most_on_it(t
     path.write_text(f"{NATIVE}place:\n  'cuda:0': 'layer in 0..'\nrules: []\n")
     (d,) = [d for d in ktopt.check(path, "llama-3.1-70b", hardware="1x24GB") if d.code == "KT504"]
     assert d.span.start.line == 3
+    (d,) = ktopt.check(path, "llama-3.1-70b", hardware="1x24GB", context=512).errors
+    assert (d.code, d.span.start.line) == ("KT507", 3)
+    path.write_text(
+        f"{NATIVE}rules:\n  - match: '@model.layers.**'\n    replace: default\n    kwargs: {{generate_device: 'cuda:0'}}\n"
+    )
+    (d,) = ktopt.check(path, "llama-3.1-70b", hardware="1x24GB", context=512).errors
+    assert (d.code, d.span.start.line) == ("KT507", 5)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,33 @@ def test_a_map_that_is_placed_again_stays_as_it_is(tmp_path: Path) -> None:
     assert again == text
 
 
+def test_a_file_that_places_all_is_said_to_and_is_placed_anew_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = tmp_path / "before.yaml", tmp_path / "after.yaml"
+    before.write_text("version: 1\n# where\nplace:\n  cpu: '@model.layers.**'  # all\n  'cuda:0': '@**'\n# what\nrules: []\n")
+    place = ["place", str(before), "--model", "smollm2-135m", "--hardware", "1x24GB+64GB"]
+    assert main(place) == 0
+    assert "the file says of every module where it goes, and that stays: --anew" in capsys.readouterr().out
+    assert main([*place, "--anew", "-o", str(after)]) == 0
+    assert "--anew" not in capsys.readouterr().out
+    assert after.read_text() == 'version: 1\n# where\nplace:\n  "cuda:0": "@**"\n# what\nrules: []\n'
+
+
+@pytest.mark.parametrize(
+    ("rules", "help"),
+    [
+        ("version: 1\nplace: {cpu: '@**'}\nrules: []\n", "what `place:` says stays: `ktopt place --anew` leaves its lines out"),
+        (DEEPSEEK, "an op that a rule names keeps its modules where it runs: without `generate_op` the best one for each device"),
+    ],
+)
+def test_what_keeps_modules_where_nothing_fits_is_said(rules: str, help: str) -> None:
+    with pytest.raises(NothingFits) as caught:
+        placed(rules, "deepseek-v3", "8x80GB+512GB")
+    said = [part for part in caught.value.help.split("; ") if "--anew" in part or "generate_op" in part]
+    assert [part.startswith(help) for part in said] == [True]
+
+
 def test_place_auto_needs_a_machine_and_a_check_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = tmp_path / "auto.yaml"
     rules.write_text(EXPERTS.replace("rules:", "place: auto\nrules:"))

@@ -9,16 +9,16 @@ from ktopt.placing.writing import Line
 from ktopt.source import Document, Mapping, Position, Scalar, SourceFile
 
 
-def with_places(document: Document, lines: Sequence[Line]) -> str:
+def with_places(document: Document, lines: Sequence[Line], anew: bool = False) -> str:
     """The file's text with these lines. Lines that it has keep their place, those that only an imported file has stay there; a map
-    that is written on one line, or as `auto`, is written anew, and a line `auto: rest` goes."""
+    that is written on one line, or as `auto`, is written anew, as any is by `anew`, and a line `auto: rest` goes."""
     source, root = document.source, document.root
     assert isinstance(root, Mapping)
     key, value = root.key("place"), root.get("place")
     if key is None:
         return _inserted(source, root, lines)
     others = [entry for entry in value.entries if entry[0].value != "auto"] if isinstance(value, Mapping) else []
-    if isinstance(value, Mapping) and others and value.span.start.line > key.span.start.line:
+    if not anew and isinstance(value, Mapping) and others and value.span.start.line > key.span.start.line:
         return _amended(source, value, lines)
     assert value is not None
     start, end = source.offset(key.span.start), source.offset(value.span.end)

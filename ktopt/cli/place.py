@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help=f"tokens of context that there is to be room for (default: {DEFAULT_CONTEXT})"
     )
+    parser.add_argument("--anew", action="store_true", help="leave out the lines of `place:` that the file has")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the rule file with the map in it here; - prints it")
 
 
@@ -54,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if ruleset.form == "list":
         raise KtoptError(f"{source.path} is a list of rules, which has no `place:`; ktopt migrate turns it into the native form")
+    if args.anew:
+        ruleset = replace(ruleset, places=tuple(p for p in ruleset.places if p.origin.file != ruleset.path))
     stored = _stored(model, args.weights, graph, args.storage)
     given = {name: value for name, value in options.items() if value}
     placing = place(ruleset, graph, hardware, PlanOptions(**given), stored, args.context, popularity)
-    text = _written(compilation.document, ruleset, placing)
+    text = _written(compilation.document, ruleset, placing, args.anew)
     _check(SourceFile(source.path, text), graph, {**options, "weights": args.weights})
     if args.output:
         write_text(args.output, text)
@@ -68,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _written(document: Document, ruleset: RuleSet, placing: Placing) -> str:
+def _written(document: Document, ruleset: RuleSet, placing: Placing, anew: bool) -> str:
     """The file's text with the placement in it."""
     if placing.hot is not None:
         text = with_hot_experts(document, ruleset, placing.hot)
         document = replace(parse(SourceFile(document.source.path, text), Report()), imports=document.imports)
-    return with_places(document, placing.lines)
+    return with_places(document, placing.lines, anew)
 
 
 def _stored(model: Any, weights: Any, graph: Any, usual: str | None) -> Any:
@@ -107,6 +110,8 @@ def _shown(placing: Placing, hardware: Hardware, model: str) -> str:
     )
     parts = [style.paint(said, "bold"), layout(heads, rows, 80, style), *_hot(placing), "place:\n" + "\n".join(lines)]
     notes = []
+    if placing.hot is None and not placing.case.leaves_any:
+        notes.append("the file says of every module where it goes, and that stays: --anew leaves the lines of its `place:` out")
     if placing.case.assumed:
         notes.append(f"taken for granted, since the machine's description doesn't say: {', '.join(placing.case.assumed)}")
     if not placing.proved:

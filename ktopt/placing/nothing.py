@@ -14,8 +14,8 @@ from ktopt.working_memory.remedies import FEWER_BITS, largest_groups, listed
 LEAST_CONTEXT = 512
 
 
-def why_nothing_fits(case: Case, machine: str, smaller: Callable[[int], Case]) -> tuple[str, str]:
-    """A message and what would help. `smaller` makes the case of another context."""
+def why_nothing_fits(case: Case, machine: str, smaller: Callable[[int], Case], lines: bool = False) -> tuple[str, str]:
+    """A message and what would help. `smaller` makes the case of another context; `lines`: the file has some of `place:`."""
     problem = case.problem
     if nowhere := [item.label for item in problem.items for part in _parts(item) if min(part.time_us) == INFINITE]:
         return (
@@ -28,7 +28,7 @@ def why_nothing_fits(case: Case, machine: str, smaller: Callable[[int], Case]) -
     needed = f"weights and cache for {case.context:,} tokens take {in_words(least)} at least"
     if over := _overfilled(problem):
         needed = f"what the file pins to {over[0]} takes {in_words(over[1])}"
-    return f"nothing fits on {machine}: {needed}, and there is {have or 'nothing'}", _help(case, smaller)
+    return f"nothing fits on {machine}: {needed}, and there is {have or 'nothing'}", _help(case, smaller, lines)
 
 
 def _parts(item: Item) -> list[Part]:
@@ -37,6 +37,15 @@ def _parts(item: Item) -> list[Part]:
 
 def _allowed(part: Part) -> list[int]:
     return [held for held, time in zip(part.held_bytes, part.time_us, strict=True) if time != INFINITE]
+
+
+def _kept_by_ops(case: Case) -> bool:
+    """Whether modules that nothing pins can't be on every device."""
+    free = zip(case.problem.items, case.homes, case.experts, strict=True)
+    return any(
+        (home and INFINITE in item.home.time_us) or (experts and item.experts is not None and INFINITE in item.experts.time_us)
+        for item, home, experts in free
+    )
 
 
 def _overfilled(problem: Problem) -> tuple[str, int] | None:
@@ -53,7 +62,7 @@ def _overfilled(problem: Problem) -> tuple[str, int] | None:
     return None
 
 
-def _help(case: Case, smaller: Callable[[int], Case]) -> str:
+def _help(case: Case, smaller: Callable[[int], Case], lines: bool) -> str:
     steps = case.plans[min(1, len(case.plans) - 1)].steps  # as they are on the first accelerator, or in main memory
     said = [f"the largest items are {listed(largest_groups((step.path, step.weight_bytes) for step in steps))}"]
     problem = case.problem
@@ -67,6 +76,12 @@ def _help(case: Case, smaller: Callable[[int], Case]) -> str:
     if problem.room_bytes[0] is not None and (more := solve(endless)) is not None:
         needed = int(held_bytes(problem, more.assignment)[0] / (1 - RESERVED_SHARE))
         said.append(f"with {in_words(needed)} of main memory it fits")
+    if lines:
+        said.append("what `place:` says stays: `ktopt place --anew` leaves its lines out")
+    if _kept_by_ops(case):
+        said.append(
+            "an op that a rule names keeps its modules where it runs: without `generate_op` the best one for each device is taken"
+        )
     if not any(step.stored for plan in case.plans for step in plan.steps):
         said.append(FEWER_BITS)
     return "; ".join(said)

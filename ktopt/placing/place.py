@@ -81,7 +81,7 @@ def place(
         ):
             case, solution = replace(whole, chosen=case.chosen), found
     if solution is None:
-        raise NothingFits(*why_nothing_fits(case, hardware.name, case_of))
+        raise NothingFits(*why_nothing_fits(case, hardware.name, case_of, bool(ruleset.places)))
     problem, assignment = case.problem, solution.assignment
     return Placing(
         case,

@@ -73,6 +73,11 @@ class Case:
     context: int
     chosen: tuple[Chosen | None, ...] = ()
 
+    @property
+    def leaves_any(self) -> bool:
+        """Whether the file leaves any module with weights to be placed."""
+        return any(step.weight_bytes and index not in self.pins for index, step in enumerate(self.plans[0].steps))
+
 
 def make_case(
     ruleset: RuleSet,
