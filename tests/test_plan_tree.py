@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from builders import deepseek_like
 from shipped_sets import FOR, fitted
 
 import ktopt
+from ktopt.choosing.sets import shipped_sets
 from ktopt.cli.plan_rows import rows_of
 from ktopt.cli.plan_table import plan_table
 from ktopt.compiler import run_stages
@@ -271,6 +273,13 @@ class TestTable:
         assert "inactive on this machine: fast (line 30)" in table
         assert max(map(width, table.splitlines())) <= 100
 
+    def test_a_set_that_ships_is_called_by_its_name_and_a_long_title_is_wrapped(self) -> None:
+        (file,) = (each.path for each in shipped_sets() if each.name == "qwen3-moe/cpu")
+        made = replace(plan(step("a", nbytes=1)), rule_file=str(file))
+        assert plan_table(replace(made, model=replace(made.model, source="qwen3-30b-a3b"))).startswith("qwen3-30b-a3b/cpu for q")
+        long = plan_table(replace(made, model=replace(made.model, source="folder/" * 12 + "x.gguf"))).splitlines()
+        assert max(map(width, long)) <= 100
+
     def test_lines_are_ascii_where_the_terminal_has_no_others(self) -> None:
         table = plan_table(plan(*layers(0, 1), step("head", nbytes=4)), style=Style(lines=False))
         assert table.isascii()
@@ -316,7 +325,7 @@ def real_plan(rules: Path | str) -> Plan:
 @pytest.mark.parametrize("rules", [*FOR, *UPSTREAM], ids=lambda rules: getattr(rules, "name", rules))
 def test_real_plans_fit_a_hundred_columns_and_their_sizes_add_up(rules: Path | str) -> None:
     made = real_plan(rules)
-    lines = plan_table(made).splitlines()[1:]
+    lines = plan_table(made).splitlines()
     assert max(map(width, lines)) <= 100
     assert len(lines) < 120
     root = rows_of(fold_plan(made))
@@ -330,6 +339,6 @@ def test_real_plans_fit_a_hundred_columns_and_their_sizes_add_up(rules: Path | s
 def test_layers_over_many_gpus_are_told_by_those_of_the_first() -> None:
     made = real_plan(CASES / "DeepSeek-V3-Chat-multi-gpu-4.yaml")
     table = plan_table(made)
-    assert max(map(width, plan_table(made, everything=True).splitlines()[1:])) <= 100
+    assert max(map(width, plan_table(made, everything=True).splitlines())) <= 100
     assert re.search(r"\{15\.\.29\} +x15 +as \{3\.\.14\} +cuda:1", table)
     assert re.search(r"\{30\.\.44\} +x15 +as \{3\.\.14\} +cuda:2", table)

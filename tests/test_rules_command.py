@@ -97,6 +97,14 @@ def test_weights_are_model_and_storage(capsys: pytest.CaptureFixture[str]) -> No
     assert held["weight_bytes"] == pytest.approx(file.stat().st_size, rel=0.05)
 
 
+def test_a_file_s_name_tells_which_of_two_alike_sets_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(smollm2_file())
+    code, out = ask(capsys, "--weights", file, "--hardware", "cpu+2GB")
+    assert code == 0
+    assert out.index("smollm2/cpu ") < out.index("llama/cpu ")
+    assert f"ktopt plan smollm2/cpu --weights {file} --hardware" in out
+
+
 def test_show_prints_a_set_s_text(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = ask(capsys, "--show", "kimi-k2/cpu")
     assert code == 0

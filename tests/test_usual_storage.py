@@ -78,3 +78,19 @@ def test_plan_and_place_reckon_with_a_usual_file(capsys: pytest.CaptureFixture[s
     assert "16GB" in capsys.readouterr().out
     assert main(["plan", "deepseek-v2-lite/cpu", *model, "--lock"]) == 2
     assert "--storage" in capsys.readouterr().err
+
+
+def test_what_shows_plans_reckons_with_a_usual_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = ("--model", "deepseek-v2-lite")
+    for command, more in (
+        (["check", str(ROOT / "rules/deepseek-v3/cpu.yaml")], ["--hardware", "cpu+16GB", "--context", "4096"]),
+        (["graph", "deepseek-v2-lite/cpu"], ["--hardware", "cpu+16GB", "-o", str(tmp_path / "plan.svg")]),
+    ):
+        assert main([*command, *model, *more]) == 1
+        assert main([*command, *model, *more, "--storage", "Q4_K_M"]) == 0
+    capsys.readouterr()
+    assert main(["why", "model.layers.3.mlp.experts", "deepseek-v2-lite/cpu", *model, "--storage", "Q4_K_M"]) == 0
+    assert main(["plan", "deepseek-v2-lite/cpu", *model, "--storage", "Q4_K_M", "-o", str(tmp_path / "plan.json")]) == 0
+    assert main(["diff", str(tmp_path / "plan.json"), "deepseek-v2-lite/cpu", *model, "--storage", "Q4_K_M"]) == 0
+    assert main(["check", str(ROOT / "rules/deepseek-v3/cpu.yaml"), *model, "--storage", "Q4_K_M", "--locked"]) == 2
+    assert "--locked compares with a lock, which knows no --storage" in capsys.readouterr().err

@@ -91,6 +91,11 @@ def named(text: str) -> Path | None:
     return shipped_rules().get(text.replace("\\", "/").removeprefix("rules/").removesuffix(".yaml"))
 
 
+def called(file: str, model: str) -> str:
+    """What messages call a rule file: a set that ships by its name for a model, any other by its path."""
+    return next((name_for(each, model) for each in shipped_sets() if str(each.path) == file), file)
+
+
 def names_beside(text: str) -> list[str]:
     """The sets of the model that a set's name begins with."""
     folder, slash, _ = text.partition("/")
@@ -104,6 +109,6 @@ def name_for(shipped: ShippedSet, model: str) -> str:
 
 
 def is_of(name: str, model: str) -> bool:
-    """Whether a set's name is a model's: kimi-k2/cpu of kimi-k2, moonlight/24gb of moonlight-16b-a3b."""
-    folder = name.partition("/")[0]
-    return bool(folder) and model.replace("-", "").startswith(folder.replace("-", ""))
+    """Whether a set's name is a model's: kimi-k2/cpu of kimi-k2, smollm2/cpu of models/SmolLM2-135M-Instruct.Q4_1.gguf."""
+    folder = name.partition("/")[0].replace("-", "")
+    return bool(folder) and folder in Path(model).name.lower().replace("-", "")

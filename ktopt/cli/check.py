@@ -15,6 +15,7 @@ from ktopt.cli.findings import at_least, count, print_report
 from ktopt.cli.options import (
     add_context,
     add_model,
+    add_storage,
     add_target,
     compile_options,
     context_options,
@@ -35,6 +36,7 @@ from ktopt.weights.source import WeightError
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", nargs="+", metavar="RULES", help="rule files, folders of them, or - for standard input")
     add_model(parser, several=True)
+    add_storage(parser)
     add_target(parser)
     add_context(parser)
     parser.add_argument(
@@ -82,6 +84,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         (args.matrix and args.format not in (None, "full", "json"), "--matrix is printed as a table, or with --format json"),
         (args.watch and stdin, "--watch looks at files, and standard input is none"),
         (stdin and len(args.rules) > 1, "standard input (-) is checked alone, without other files"),
+        (args.locked and args.storage, "--locked compares with a lock, which knows no --storage: give --weights to both"),
         (stdin and args.locked, "--locked compares with a file beside the rule file, and standard input has no place"),
         (stdin and args.add_ignore, "--add-ignore writes into files, and standard input is none"),
     ):

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ktopt.cli.options import add_force, add_model, add_target, model_argument, rules_argument, stage_options
+from ktopt.cli.options import add_force, add_model, add_storage, add_target, model_argument, rules_argument, stage_options
 from ktopt.cli.terminal import columns, style_of
 from ktopt.plan import Plan
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Devices of modules that hold no tensors and that no operator takes are no difference: there is nothing to place."
+        "Show what differs between two plans, by rule and by group of modules. Devices of modules that hold no tensors and that no "
+        "operator takes are no difference: there is nothing to place."
     )
     parser.add_argument("before", metavar="A", help="a plan.json, or a rule file")
     parser.add_argument("after", metavar="B", help="a plan.json, or a rule file")
     add_model(parser)
+    add_storage(parser)
     add_target(parser)
     add_force(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")

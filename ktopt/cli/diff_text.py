@@ -9,6 +9,7 @@ from pathlib import PurePath
 from textwrap import wrap
 from typing import Any
 
+from ktopt.choosing.sets import called
 from ktopt.cli.table import Column, layout, wrap_path
 from ktopt.folding import fold_names
 from ktopt.plan import Plan, RuleRef
@@ -31,7 +32,11 @@ def diff_text(difference: PlanDiff, a: Plan, b: Plan, limit: int = 100, style: S
     short = _short_names({rule.file for plan in (a, b) for rule in plan.rules})
     parts += [_section(_title(rule, short), _entries(rule.changes), limit, style) for rule in difference.rules]
     for sign, plan, paths in (("-", a, difference.only_a), ("+", b, difference.only_b)):
-        which = ("the first plan", "the second")[sign == "+"] if a.rule_file == b.rule_file else printable(plan.rule_file)
+        which = (
+            ("the first plan", "the second")[sign == "+"]
+            if a.rule_file == b.rule_file
+            else printable(called(plan.rule_file, plan.model.source))
+        )
         parts.append(_section(f"only in {which}", (f"{sign} {line}" for line in _tops(paths)), limit, style))
     parts.append(_section("transfers", map(str, difference.transfers), limit, style))
     parts.append(_section("settings", (f"~ {setting}" for setting in difference.settings), limit, style))
@@ -40,7 +45,7 @@ def diff_text(difference: PlanDiff, a: Plan, b: Plan, limit: int = 100, style: S
 
 def _head(difference: PlanDiff, a: Plan, b: Plan, limit: int, style: Style) -> str:
     """Which plans, and what each device holds in both."""
-    files = [printable(plan.rule_file) for plan in (a, b)]
+    files = [printable(called(plan.rule_file, plan.model.source)) for plan in (a, b)]
     models = [printable(plan.model.source) for plan in (a, b)]
     if models[0] == models[1]:
         named = f"{' -> '.join(dict.fromkeys(files))}, for {models[0]}"

@@ -11,6 +11,7 @@ from ktopt.cli.options import (
     add_context,
     add_force,
     add_model,
+    add_storage,
     add_target,
     context_options,
     model_argument,
@@ -35,6 +36,7 @@ SUFFIXES = {".dot": "dot", ".gv": "dot", ".json": "json", ".graphml": "graphml",
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rules", metavar="RULES", help="a rule file, - for standard input, a shipped set, or a plan.json")
     add_model(parser)
+    add_storage(parser)
     add_target(parser)
     add_force(parser)
     add_context(parser)

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from textwrap import wrap
 from typing import NamedTuple
 
+from ktopt.choosing.sets import called
 from ktopt.cli.plan_rows import Row, rows_of
 from ktopt.cli.table import LEAST, Column, layout, room, tree_branches, wrap_path
 from ktopt.cli.terminal import size
@@ -40,7 +41,7 @@ FORMS = (Form(True, True, 24, 18), Form(False, True, 24, 18), Form(False, True, 
 def plan_table(plan: Plan, limit: int = 100, style: Style = PLAIN, *, everything: bool = False) -> str:
     """The plan in lines of at most `limit` columns. Modules without weights that no rule names are left out unless `everything`."""
     folded = fold_plan(plan, everything)
-    parts = [_header(plan, style), _tree(plan, rows_of(folded, everything), limit, style)]
+    parts = [_header(plan, limit, style), _tree(plan, rows_of(folded, everything), limit, style)]
     shown = set(chain.from_iterable(group.paths for group in folded.walk()))
     hidden = sum(step.rule is None and not step.weight_bytes and step.path not in shown for step in plan.steps)
     if hidden:
@@ -120,12 +121,11 @@ def _rule(plan: Plan, row: Row, form: Form) -> str:
     return "\n".join([*wrap(f"{rule.id}:{rule.line}", form.rule), *other])
 
 
-def _header(plan: Plan, style: Style) -> str:
+def _header(plan: Plan, limit: int, style: Style) -> str:
     where = f" on {plan.hardware}" if plan.hardware else ""
-    dtype = SHORT_DTYPE.get(plan.dtype, plan.dtype)
-    return (
-        f"{style.paint(printable(plan.rule_file), 'bold')} for {style.paint(printable(plan.model.source), 'bold')}{where}, {dtype}"
-    )
+    said = f"{called(plan.rule_file, plan.model.source)} for {plan.model.source}{where}, {SHORT_DTYPE.get(plan.dtype, plan.dtype)}"
+    lines = wrap(printable(said), limit, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(style.paint(line, "bold") for line in lines)
 
 
 def _totals(plan: Plan, style: Style) -> str:

@@ -63,8 +63,9 @@ def next_steps(model: str, fits: Sequence[Fit], machine: str, asked: Asked) -> s
     best = fits[0].name
     weights = shlex.quote(str(asked.weights)) if asked.weights else "WEIGHTS"
     stored = f"--weights {weights}" if asked.weights else f"--storage {asked.storage}"
+    named = "" if weights == model else f"--model {model} "
     return (
-        f"next\n  ktopt plan {best} --model {model} {stored} --hardware {machine} --context {asked.context}\n"
+        f"next\n  ktopt plan {best} {named}{stored} --hardware {machine} --context {asked.context}\n"
         f"  ktopt chat {best} --weights {weights}"
     )
 

@@ -7,7 +7,7 @@ import json
 import sys
 
 from ktopt.cli.findings import at_least, print_report
-from ktopt.cli.options import add_model, add_target, model_argument, rules_argument, stage_options
+from ktopt.cli.options import add_model, add_storage, add_target, model_argument, rules_argument, stage_options
 from ktopt.compiler import run_stages
 from ktopt.diagnostics import Severity
 from ktopt.why import Explanation, explain_module
@@ -19,6 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("rules", metavar="RULES", help="the rule file that is asked about; MODULE alone is not enough")
     add_model(parser)
+    add_storage(parser)
     add_target(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")
 
