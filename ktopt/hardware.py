@@ -65,8 +65,8 @@ def load_hardware(text: str) -> Hardware:
     if not path.exists():
         raise UsageError(
             f"--hardware {text}: no such file, and no preset; presets are {', '.join(PRESETS)} (any COUNTxSIZE, or "
-            f"COUNT times one of {', '.join(card.name for card in CARDS)}; with main memory in whole GB after a +, as in 1x24GB+64GB), "
-            "or here"
+            f"COUNT times one of {', '.join(card.name for card in CARDS)}; with main memory in whole GB after a +, as in "
+            "1x24GB+64GB), or here"
         )
     return read_hardware(path)
 

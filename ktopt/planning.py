@@ -398,6 +398,6 @@ _NO_KWARGS: Mapping[str, Any] = {}
 NOTHING_KEPT = Kept()
 NOTHING = Footprint()
 UNTOLD = (
-    "bytes are those of the plan's dtype, though some ops keep weights as their file stores them: --weights, or --storage Q4_K_M as "
+    "bytes are those of the plan's dtype, though some ops keep weights as their file stores them: --weights, or --storage KIND as "
     "long as there are none, counts them so"
 )

@@ -86,6 +86,7 @@ def test_a_machine_alone_lists_the_sets_of_all_models_that_fit_it(capsys: pytest
     named = {line.split()[0] for line in out.splitlines() if "/cpu " in line or "/reference " in line}
     assert {"smollm2/cpu", "smollm2/reference", "gemma3/cpu", "llama-3.1-8b/cpu"} <= named
     assert not {"llama-3.1-70b/cpu", "deepseek-v3/cpu", "mixtral/cpu"} & named
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_weights_are_model_and_storage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from textwrap import fill, indent
+from textwrap import fill, indent, wrap
 
 from ktopt.choosing.fits import Asked, Fit
 from ktopt.choosing.sets import shipped_sets
@@ -31,7 +31,7 @@ def overview(found: Iterable[tuple[ModuleGraph, Sequence[Fit]]], asked: Asked, l
     head = f"Rule sets{on}: memory for {asked.context:,} tokens, weights as a usual {asked.storage} file has them"
     table = layout((Column("set"), Column("model"), Column("machine"), *NEEDS), rows, limit, style)
     more = "`ktopt rules --model M` says which suit this machine, `ktopt rules --show SET` prints one."
-    return "\n\n".join((style.paint(printable(head), "bold"), table if rows else "none", more))
+    return "\n\n".join((_title(head, limit, style), table if rows else "none", more))
 
 
 def verdicts(graph: ModuleGraph, fits: Sequence[Fit], asked: Asked, limit: int, style: Style = PLAIN) -> str:
@@ -39,7 +39,7 @@ def verdicts(graph: ModuleGraph, fits: Sequence[Fit], asked: Asked, limit: int, 
     assert asked.hardware is not None
     weights = "" if asked.weights else f", weights as a usual {asked.storage} file has them"
     head = f"{graph.name or 'the model'} on {machine_of(asked.hardware)}: {asked.context:,} tokens{weights}"
-    parts = [style.paint(printable(head), "bold")]
+    parts = [_title(head, limit, style)]
     rows = [[fit.name, *_needs(fit), _speed(fit)] for fit in fits if not fit.reason]
     if rows:
         parts.append(layout((Column("suits"), *NEEDS, Column("tokens/s", right=True)), rows, limit, style))
@@ -91,6 +91,11 @@ def _needs(fit: Fit) -> list[str]:
 
 def _speed(fit: Fit) -> str:
     return f"about {1e6 / fit.token_us:,.1f}" if fit.token_us else ""
+
+
+def _title(text: str, limit: int, style: Style) -> str:
+    lines = wrap(printable(text), limit, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(style.paint(line, "bold") for line in lines)
 
 
 def _wrapped(text: str, limit: int) -> str:
