@@ -14,7 +14,8 @@ from typing import Any
 
 from ktopt.cards import CARDS, USUAL, card_named, card_sold_as
 from ktopt.diagnostics import KtoptError, UsageError
-from ktopt.placement import DEVICE_KINDS, Device, Hardware, Speed, canonical_device
+from ktopt.placement import DEVICE_KINDS, HIGHEST_NUMBER, Device, Hardware, Speed, canonical_device
+from ktopt.render.style import one_line
 
 FILE_FORMAT = """\
 --hardware names the machine that is planned for: "here" (this one), a preset, or a file that describes it.
@@ -43,7 +44,7 @@ A file is what `ktopt doctor --json` prints on the machine, or a mapping in YAML
 
 GIB = 1 << 30
 FILE_LIMIT_BYTES = 64 * 1024
-MAX_DEVICES = 256
+MAX_DEVICES = HIGHEST_NUMBER + 1
 MAX_DEPTH = 16
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -118,9 +119,7 @@ def read_hardware(path: Path) -> Hardware:
     features = data.get("cpu_features") or []
     if not isinstance(features, list) or not all(isinstance(f, str) for f in features):
         raise KtoptError(f"{path}: cpu_features must be a list of names such as avx512_vnni")
-    name = data.get("name", path.stem)
-    if not isinstance(name, str):
-        raise KtoptError(f"{path}: name must be a string")
+    name = _line(path, "name", data.get("name", one_line(path.stem)))
     return Hardware(
         name=name,
         devices=tuple(devices),
@@ -156,6 +155,7 @@ def _read_devices(path: Path, where: str, entry: Any, before: list[Device]) -> l
     if "memory" not in entry:
         raise KtoptError(f"{path}: {where} ({name}) needs memory, such as 24GiB")
     memory = _size(path, f"{where}.memory", entry["memory"])
+    model = _line(path, f"{where}.model", str(entry.get("model", "")))
     sm = entry.get("sm")
     if sm is not None:
         sm = _count(path, f"{where}.sm", sm, 10, 999)
@@ -167,7 +167,7 @@ def _read_devices(path: Path, where: str, entry: Any, before: list[Device]) -> l
         names = [name]
     try:
         speed = _read_speed(path, f"{where}.", entry, {**_SPEEDS, **_LINK_SPEEDS})
-        made = [_known_card(Device(canonical_device(n), memory, str(entry.get("model", "")), sm, speed)) for n in names]
+        made = [_known_card(Device(canonical_device(n), memory, model, sm, speed)) for n in names]
     except ValueError as error:
         raise KtoptError(f"{path}: {where}: {error}") from None
     taken = {d.name for d in before}
@@ -229,6 +229,12 @@ def _size(path: Path, key: str, value: Any) -> int:
     if size is None:
         raise KtoptError(f"{path}: {key} must be a size such as 24GiB, not {value!r}")
     return size
+
+
+def _line(path: Path, key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise KtoptError(f"{path}: {key} must be a line of text, not {value!r}")
+    return value
 
 
 def _count(path: Path, key: str, value: Any, least: int, most: int) -> int:

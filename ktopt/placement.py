@@ -16,7 +16,7 @@ DEVICE_KINDS = ("cpu", "cuda", "npu", "xpu", "mps")
 DTYPES = ("float32", "bfloat16", "float16")
 """What floating-point weights may be held in."""
 _DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps)(?::([0-9]+))?")
-_HIGHEST_NUMBER = 127  # torch counts devices in a signed byte
+HIGHEST_NUMBER = 127  # torch counts devices in a signed byte
 
 
 def canonical_device(text: str) -> str:
@@ -29,8 +29,8 @@ def canonical_device(text: str) -> str:
         if number not in (None, "0"):
             raise ValueError(f"{text!r} is not a device: there is one {kind}")
         return kind
-    if number and (len(number) > 3 or int(number) > _HIGHEST_NUMBER):
-        raise ValueError(f"{text!r:.40} is not a device: numbers go up to {_HIGHEST_NUMBER}")
+    if number and (len(number) > 3 or int(number) > HIGHEST_NUMBER):
+        raise ValueError(f"{text!r:.40} is not a device: numbers go up to {HIGHEST_NUMBER}")
     return f"{kind}:{int(number or 0)}"
 
 

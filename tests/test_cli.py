@@ -111,6 +111,18 @@ class TestMain:
     def test_version(self, cli: Cli) -> None:
         assert cli("--version").out == f"ktopt {ktopt.__version__}\n"
 
+    def test_names_from_a_file_don_t_drive_the_terminal(self, cli: Cli, rules: Path, tmp_path: Path) -> None:
+        plan = json.loads(cli("plan", rules, "--model", "smollm2-135m", "--format", "json").out)
+        named = tmp_path / "named.json"
+        named.write_text(json.dumps({**plan, "hardware": "a\x1b[31m\nb"}))
+        shown = cli("plan", named).out.splitlines()[0]
+        assert shown.startswith(f"{rules} for smollm2-135m on a\ufffd[31m\ufffdb")
+        plan["steps"][3]["path"] = "model.\x1b[31m"
+        named.write_text(json.dumps(plan))
+        result = cli("plan", named)
+        assert "model.\ufffd[31m: in the plan, not in the model" in result.err
+        assert "\x1b" not in result.err
+
     def test_an_internal_error_is_short_and_says_how_to_report(self, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*_: Any) -> int:
             raise ZeroDivisionError("oops")

@@ -194,11 +194,12 @@ def _drop_output(stream: Any = None) -> None:
 
 
 def complain(error: object, code: int = FINDINGS) -> int:
-    """Print "error: ..." to stderr and return `code`."""
+    """Print "error: ..." to stderr and return `code`. Names from files may be in it, so it is made printable."""
     from ktopt.cli.terminal import style_of
+    from ktopt.render.style import printable
 
     style = style_of(sys.stderr)
-    print(f"{style.paint('error:', 'red')} {error}", file=sys.stderr)
+    print(f"{style.paint('error:', 'red')} {printable(str(error))}", file=sys.stderr)
     return code
 
 

@@ -24,6 +24,7 @@ from ktopt.compiler import run_stages
 from ktopt.diagnostics import UsageError
 from ktopt.graph import ModuleGraph
 from ktopt.plan import Plan
+from ktopt.render.style import printable
 
 if TYPE_CHECKING:
     from ktopt.picture.picture import Picture
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.output, _written(kind, plan, tree, memory, args))
     if memory is not None and args.rules.endswith(".json"):  # of a rule file it was said when it was compiled
         for _, message, help in memory.findings():
-            print(f"{args.rules}: KT507 error: {message}\n  help: {help}", file=sys.stderr)
+            print(printable(f"{args.rules}: KT507 error: {message}\n  help: {help}"), file=sys.stderr)
     return 1 if plan.errors or (memory is not None and memory.over) else 0
 
 

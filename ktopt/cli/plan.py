@@ -26,6 +26,7 @@ from ktopt.compiler import Compilation, run_stages
 from ktopt.diagnostics import KtoptError, Severity, UsageError
 from ktopt.plan import Plan
 from ktopt.plan_options import LONG_CONTEXT
+from ktopt.render.style import printable
 from ktopt.selector.fields import about_machine, about_storage
 from ktopt.source import SourceFile
 
@@ -105,9 +106,9 @@ def _show_file(args: argparse.Namespace) -> int:
     memory = asked(plan, args)
     show(plan, args, memory)
     for error in plan.errors:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
     for _, message, help in memory.findings() if memory is not None else ():
-        print(f"{args.rules}: KT507 error: {message}\n  help: {help}", file=sys.stderr)
+        print(printable(f"{args.rules}: KT507 error: {message}\n  help: {help}"), file=sys.stderr)
     return 1 if plan.errors or (memory is not None and memory.over) else 0
 
 

@@ -124,7 +124,7 @@ def _rule(plan: Plan, row: Row, form: Form) -> str:
 def _header(plan: Plan, limit: int, style: Style) -> str:
     where = f" on {plan.hardware}" if plan.hardware else ""
     said = f"{called(plan.rule_file, plan.model.source)} for {plan.model.source}{where}, {SHORT_DTYPE.get(plan.dtype, plan.dtype)}"
-    lines = wrap(printable(said), limit, break_long_words=False, break_on_hyphens=False)
+    lines = wrap(one_line(said), limit, break_long_words=False, break_on_hyphens=False)
     return "\n".join(style.paint(line, "bold") for line in lines)
 
 
