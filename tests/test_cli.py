@@ -115,8 +115,7 @@ class TestMain:
         plan = json.loads(cli("plan", rules, "--model", "smollm2-135m", "--format", "json").out)
         named = tmp_path / "named.json"
         named.write_text(json.dumps({**plan, "hardware": "a\x1b[31m\nb"}))
-        shown = cli("plan", named).out.splitlines()[0]
-        assert shown.startswith(f"{rules} for smollm2-135m on a\ufffd[31m\ufffdb")
+        assert "a\ufffd[31m\ufffdb" in cli("plan", named).out
         plan["steps"][3]["path"] = "model.\x1b[31m"
         named.write_text(json.dumps(plan))
         result = cli("plan", named)

@@ -69,6 +69,7 @@ def devices(plan: Plan) -> dict[str, str]:
         (DEEPSEEK, "deepseek-v3", "1x24GB+2TB"),
         (NOTHING, "gemma-3-270m", "1x3060-12GB+16GB"),
         (NOTHING, "qwen3-next-80b-a3b", "4xA100-80+256GB"),
+        (NOTHING, "moonlight-16b-a3b", "1x4GB+64GB"),
     ],
 )
 def test_a_plan_by_the_written_map_holds_on_each_device_what_was_said(rules: str, model: str, machine: str, tmp_path: Path) -> None:

@@ -58,9 +58,8 @@ def peaks(plan: Plan, parts: Sequence[RunningModule], passed: Pass, before: Pass
 
 
 def most_held(plan: Plan, parts: Iterable[RunningModule], passed: Pass) -> int:
-    """The most that these modules have a device hold for a moment, if all of them were on it."""
-    listed = [replace(part, step=part.step._replace(generate_device="")) for part in parts]
-    return peaks(plan, listed, passed).get("", Peak()).nbytes
+    """The most that these modules, which are all on the plan's default device, have it hold for a moment."""
+    return peaks(plan, list(parts), passed).get(plan.default_device, Peak()).nbytes
 
 
 def working_of(plan: Plan, part: RunningModule, passed: Pass) -> Working:
