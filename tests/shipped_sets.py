@@ -124,7 +124,7 @@ def needs_comment(shipped: ShippedSet) -> str:
         said = f"{gb(found.fullest_card)} of {'each' if count > 1 else 'the'} card, {gb(found.main_memory)} of main memory"
     else:
         each = [gb(fitted(name).main_memory) + f" for {FOR[name]}" * (len(names) > 1) for name in names]
-        said = f"main memory of {', '.join(each)}"
+        said = f"main memory of {', '.join(dict.fromkeys(each))}"
     text = f"Takes, with {DEFAULT_CONTEXT:,} tokens and weights in {DEFAULT_STORAGE}: {said}."
     if count:
         text += f" The card{'s' * (count > 1)} hold{'s' * (count == 1)} up to {fitted(names[0]).longest:,} tokens."
