@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import log2
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 800, 420, 70, 230, 46, 50
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 420, 70, 290, 46, 50
 KEY = 32
 """How long the piece of a line is that stands before its label."""
 
