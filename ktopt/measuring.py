@@ -21,6 +21,8 @@ from ktopt.weights.ggml_types import BY_NAME
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLUMNS = 4096
 PROMPT_TOKENS = 256
+FEWER_ROWS = 8
+"""One in so many rows is enough for the CPU's products with many tokens, whose time is not that of reading."""
 MIB = 1 << 20
 
 
@@ -107,8 +109,9 @@ def dtype_rates(
         weight = torch.zeros(rows, COLUMNS, dtype=dtype, device=device)
         one, several = (torch.zeros(n, COLUMNS, dtype=dtype, device=device) for n in (1, PROMPT_TOKENS))
         matvec[name] = weight.nbytes / best_s(partial(torch.nn.functional.linear, one, weight), device, seconds) / 1e9
+        weight = weight[: _rows_for_many(rows, device)]
         time_s = best_s(partial(torch.nn.functional.linear, several, weight), device, seconds)
-        matmul[name] = 2 * PROMPT_TOKENS * rows * COLUMNS / time_s / 1e9
+        matmul[name] = 2 * PROMPT_TOKENS * len(weight) * COLUMNS / time_s / 1e9
     return matvec, matmul
 
 
@@ -117,13 +120,18 @@ def kernel_rates(kind: str, seconds: float, megabytes: int) -> tuple[float, floa
     import numpy
 
     row_bytes, threads = BY_NAME[kind].row_bytes(COLUMNS), torch.get_num_threads()
+    rates = []
     rows = max(16, megabytes * MIB // row_bytes)
-    weight = cpu.blocks(kind, rows, COLUMNS, numpy.zeros(rows * row_bytes, numpy.uint8), threads)
-    times = []
-    for tokens in (1, PROMPT_TOKENS):
-        x, out = torch.zeros(tokens, COLUMNS), torch.empty(tokens, rows)
-        times.append(best_s(partial(cpu.linear, weight, x, out, threads), "cpu", seconds))
-    return weight.nbytes / times[0] / 1e9, 2 * PROMPT_TOKENS * rows * COLUMNS / times[1] / 1e9
+    for tokens, count in ((1, rows), (PROMPT_TOKENS, _rows_for_many(rows, "cpu"))):
+        weight = cpu.blocks(kind, count, COLUMNS, numpy.zeros(count * row_bytes, numpy.uint8), threads)
+        x, out = torch.zeros(tokens, COLUMNS), torch.empty(tokens, count)
+        time_s = best_s(partial(cpu.linear, weight, x, out, threads), "cpu", seconds)
+        rates.append((weight.nbytes if tokens == 1 else 2 * PROMPT_TOKENS * count * COLUMNS) / time_s / 1e9)
+    return rates[0], rates[1]
+
+
+def _rows_for_many(rows: int, device: str) -> int:
+    return max(16, rows // FEWER_ROWS) if device == "cpu" else rows
 
 
 def link(device: str, seconds: float, megabytes: int) -> tuple[float, float]:

@@ -47,6 +47,14 @@ def test_a_product_of_a_storage_type_takes_its_bytes_over_its_rate() -> None:
     assert gflops > gbs  # a weight's half byte is multiplied with many tokens, once each
 
 
+@pytest.mark.skipif(not cpu.available()[0], reason="the CPU kernels were not built")
+def test_products_with_many_tokens_are_of_fewer_weights_so_that_they_take_no_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {}
+    monkeypatch.setattr(cpu, "linear", lambda weight, x, out, threads: rows.update({len(x): out.shape[1]}))
+    kernel_rates("Q4_K", 0.0, 8)
+    assert 8 * rows[256] <= rows[1]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
 def test_without_a_card_there_are_no_devices() -> None:
     assert measure(0.0005, 1)["devices"] == []
