@@ -110,7 +110,7 @@ def _differences(plan: Plan, graph: ModuleGraph) -> Iterator[Iterable[str]]:
     """How the plan's modules differ from the tree's: paths, classes and roles, order."""
     found, planned = graph.by_path, plan.by_path
     yield (f"{path}: in the plan, not in the model" for path in planned if path not in found)
-    yield (f"{path}: in the model, not in the plan" for path in found if path not in planned)
+    yield (f"{path or '(the model)'}: in the model, not in the plan" for path in found if path not in planned)
     seen: set[str] = set()
     yield [f"{s.path}: twice in the plan" for s in plan.steps if s.path in seen or seen.add(s.path)]  # type: ignore[func-returns-value]
     pairs = [(step, found[step.path]) for step in plan.steps if step.path in found]

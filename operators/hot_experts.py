@@ -26,6 +26,8 @@ def hot_problems(given: Mapping[str, Any]) -> list[Problem]:
     hot = given.get("hot_experts")
     problems = []
     for layer, text in hot.items() if isinstance(hot, Mapping) else [(None, hot or "")]:
+        if layer is not None and layer < 0:
+            problems.append(Problem("hot_experts", "value", f"`hot_experts`: there is no layer {layer}"))
         try:
             from_ranges(str(text))
         except ValueError as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 HIGHEST = 65535
 """The highest number that ranges in a file may name."""
-_RANGE = re.compile(r"(\d{1,9})(?:\s*\.\.\s*(\d{1,9}))?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:\s*\.\.\s*([0-9]{1,9}))?")
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ktopt.diagnostics import Fix, Related, Report, Severity
@@ -16,7 +16,7 @@ from ktopt.pattern.check import pattern_fix
 from ktopt.pattern.numbers import in_words as numbers_in_words
 from ktopt.placement import device_kind
 from ktopt.ruleset import NameClass, Rule
-from ktopt.selection.families import in_words, inner_name
+from ktopt.selection.families import in_words, inner_name, layers_in_words
 from ktopt.selection.written_for import check_families, is_for
 from ktopt.source import Origin
 from ktopt.treeindex import members
@@ -58,23 +58,42 @@ def _rule_of(matches: Matches, decision: Decision) -> Rule | None:
 
 
 def _check_fit(rule: Rule, matches: Matches, report: Report) -> None:
-    """KT407: the operator can't take a module's place. Asked once for modules of one class, role and shape."""
+    """KT407: the operator can't take a module's place. Asked once for modules of one class, role and shape, whose layers have the
+    same hot experts."""
     operator, config = rule.replace.operator, rule.replace.config
+    by_layer = layers if isinstance(layers := getattr(config, "hot_experts", None), Mapping) else {}
     asked: dict[tuple[Any, ...], str | None] = {}
     refused: dict[str, list[int]] = {}
     for index in members(matches.won(rule.index)):
         module = matches.graph.modules[index]
         cls = module.cls
-        key = (id(cls), id(module.alias_classes), id(module.tensors), cls.role == "container" and module.role)
+        key = (
+            id(cls),
+            id(module.alias_classes),
+            id(module.tensors),
+            cls.role == "container" and module.role,
+            by_layer.get(module.layer),
+        )
         if key not in asked:
             asked[key] = _refusal(module, operator.fits(module), operator.roles, operator.refuses(module, config))
         if (reason := asked[key]) is not None:
             refused.setdefault(reason, []).append(index)
+    _check_hot_layers(rule, by_layer, matches, report)
     if len(refused) > 1 and _report_searched(rule, refused, matches, report):
         return
     for reason, indices in refused.items():
         message = f"rule {rule.number}: {operator.name} can't take {in_words(matches.graph, indices)}: {reason}"
         report.error("KT407", message, rule.replace.origin, help="narrow the match, or name an operator that fits")
+
+
+def _check_hot_layers(rule: Rule, by_layer: Mapping[Any, Any], matches: Matches, report: Report) -> None:
+    """KT407: hot experts of layers that none of the rule's modules is in."""
+    taken = {matches.graph.modules[index].layer for index in members(matches.won(rule.index))}
+    if taken and (lost := sorted(layer for layer in by_layer if layer not in taken)):
+        have = layers_in_words(layer for layer in taken if layer is not None)
+        message = f"rule {rule.number}: `hot_experts` names {layers_in_words(lost)}, and the rule takes {have}"
+        help = "take them out of `hot_experts`, or widen the match"
+        report.error("KT407", message, rule.replace.kwarg_origins.get("hot_experts", rule.origin), help=help)
 
 
 def _report_searched(rule: Rule, refused: dict[str, list[int]], matches: Matches, report: Report) -> bool:
