@@ -213,6 +213,18 @@ def test_what_cannot_be_placed_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_map_for_rules_with_errors_is_no_success_and_a_plan_is_no_rule_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("version: 1\nrules:\n  - {match: class=Linear, replace: KTransformersLinear, expect: 3}\n")
+    target = ["--model", "smollm2-135m", "--hardware", "cpu+8GB"]
+    assert main(["place", str(path), *target]) == 1
+    assert "KT307" in capsys.readouterr().err
+    assert main(["place", "plan.json", *target]) == 2
+    assert "a plan has its places already" in capsys.readouterr().err
+
+
 def test_what_a_machine_does_not_say_of_its_speed_is_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["place", "rules/smollm2/reference.yaml", "--model", "smollm2-135m", "--hardware", "1x20GB+8GB"]) == 0
     said = capsys.readouterr().out

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("on which machine? Give --hardware: here (this one), a preset such as 1x24GB, 2x3090+128GB, or a file")
     if args.context is not None and args.context < 1:
         raise UsageError(f"--context: a number of tokens from 1 on, not {args.context}")
+    if args.rules.endswith(".json"):
+        raise UsageError(f"{args.rules}: a plan has its places already; give the rule file that it was made from")
     options = compile_options(args)
     hardware: Hardware = options["hardware"]
     profile = options.pop("popularity")
@@ -61,14 +63,14 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in options.items() if value}
     placing = place(ruleset, graph, hardware, PlanOptions(**given), stored, args.context, popularity)
     text = _written(compilation.document, ruleset, placing, args.anew)
-    _check(SourceFile(source.path, text), graph, {**options, "weights": args.weights})
+    sound = _check(SourceFile(source.path, text), graph, {**options, "weights": args.weights})
     if args.output:
         write_text(args.output, text)
     if args.output != "-":
         print(_shown(placing, hardware, graph.name))
         if args.output:
             print(f"wrote {args.output}", file=sys.stderr)
-    return 0
+    return 0 if sound else 1
 
 
 def _written(document: Document, ruleset: RuleSet, placing: Placing, anew: bool) -> str:
@@ -87,11 +89,12 @@ def _stored(model: Any, weights: Any, graph: Any, usual: str | None) -> Any:
     return usual_storage(graph, check_storage(usual)) if found is None and usual else found
 
 
-def _check(source: SourceFile, graph: Any, options: Mapping[str, Any]) -> None:
-    """Print what a plan with the map in it has against it."""
+def _check(source: SourceFile, graph: Any, options: Mapping[str, Any]) -> bool:
+    """Print what a plan with the map in it has against it; whether that is no error."""
     report = run_stages(source, graph, **options).report
     found = [d for d in report.sorted() if d.severity.value in ("error", "warning")]
     print_report(found, sys.stderr, {source.path: source})
+    return not report.errors
 
 
 def _shown(placing: Placing, hardware: Hardware, model: str) -> str:
