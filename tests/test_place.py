@@ -182,6 +182,8 @@ def test_where_nothing_fits_it_is_said_by_how_much_and_what_would_help() -> None
     assert "of main memory it fits" in caught.value.help
     with pytest.raises(NothingFits, match=r"a context of \d+,\d+ tokens fits"):
         placed(NOTHING, "llama-3.1-8b", "cpu+40GB", context=262_144)
+    with pytest.raises(NothingFits, match=r"there is cpu 14\.21 GB, cuda:0 to cuda:7 4\.56 GB each\n"):
+        placed(NOTHING, "deepseek-v3", "8x5GB+16GB")
     with pytest.raises(NothingFits, match=r"what the file pins to cpu takes \d+\.\d+ GB"):
         placed(DEEPSEEK, "deepseek-v3", "1x24GB+512GB")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 
 from ktopt.cache.blocks.memory import in_words
 from ktopt.placing.problem import INFINITE, Item, Part, Problem, held_bytes
@@ -24,11 +25,22 @@ def why_nothing_fits(case: Case, machine: str, smaller: Callable[[int], Case], l
             "leave `generate_op` out, and the best op for the device is taken",
         )
     least = sum(min(_allowed(part)) for item in problem.items for part in _parts(item)) + sum(problem.fixed_bytes)
-    have = ", ".join(f"{name} {in_words(room)}" for name, room in zip(problem.devices, problem.room_bytes, strict=True) if room)
+    have = _rooms(problem)
     needed = f"weights and cache for {case.context:,} tokens take {in_words(least)} at least"
     if over := _overfilled(problem):
         needed = f"what the file pins to {over[0]} takes {in_words(over[1])}"
     return f"nothing fits on {machine}: {needed}, and there is {have or 'nothing'}", _help(case, smaller, lines)
+
+
+def _rooms(problem: Problem) -> str:
+    """What each device has room for; cards in a row that have the same are said together."""
+    found: list[str] = []
+    rooms = zip(problem.devices, problem.room_bytes, strict=True)
+    for room, same in groupby(rooms, key=lambda pair: pair[1]):
+        names = [name for name, _ in same]
+        if room:
+            found.append(f"{names[0]} {in_words(room)}" if len(names) == 1 else f"{names[0]} to {names[-1]} {in_words(room)} each")
+    return ", ".join(found)
 
 
 def _parts(item: Item) -> list[Part]:
