@@ -194,7 +194,6 @@ def test_a_plan_with_hot_experts_runs_on_its_real_devices(tiny: Any) -> None:
         ('{0: "0..x"}', "KT405", "of layer 0: '0..x' is neither a number nor a range"),
         ('{0: "\u0663"}', "KT405", "is neither a number nor a range"),
         ('{-1: "2"}', "KT405", "there is no layer -1"),
-        ('{0: "1", 99: "2"}', "KT407", "`hot_experts` names layer 99, and the rule takes layers 0-2"),
         ('{1: "9"}', "KT407", "model.layers.1.mlp.experts has experts 0 to 7, and `hot_experts` names 9"),
         ('{0: "1, 1"}', "KT405", "1 is named twice"),
         ('{0: "0..99999999"}', "KT405", "numbers go up to 65,535"),
@@ -205,6 +204,12 @@ def test_hot_experts_that_cannot_be_are_findings(hot: str, code: str, message: s
     report = ktopt.check(SourceFile("r.yaml", RULES.format(hot=hot)), tiny)
     (found,) = report.errors
     assert (found.code, message in found.message) == (code, True), found.message
+
+
+def test_hot_experts_of_layers_that_are_not_there_are_warned_of(tiny: Any) -> None:
+    report = ktopt.check(SourceFile("r.yaml", RULES.format(hot='{0: "1", 99: "2"}')), tiny)
+    (found,) = (each for each in report.sorted() if each.severity.value == "warning")
+    assert (found.code, "names layer 99, and the rule takes layers 0-" in found.message) == ("KT306", True)
 
 
 def test_a_fused_layer_over_split_experts_is_left_as_it_is_and_the_plan_says_so() -> None:

@@ -87,13 +87,13 @@ def _check_fit(rule: Rule, matches: Matches, report: Report) -> None:
 
 
 def _check_hot_layers(rule: Rule, by_layer: Mapping[Any, Any], matches: Matches, report: Report) -> None:
-    """KT407: hot experts of layers that none of the rule's modules is in."""
+    """KT306 as a warning: hot experts of layers that none of the rule's modules is in."""
     taken = {matches.graph.modules[index].layer for index in members(matches.won(rule.index))}
     if taken and (lost := sorted(layer for layer in by_layer if layer not in taken)):
         have = layers_in_words(layer for layer in taken if layer is not None)
         message = f"rule {rule.number}: `hot_experts` names {layers_in_words(lost)}, and the rule takes {have}"
         help = "take them out of `hot_experts`, or widen the match"
-        report.error("KT407", message, rule.replace.kwarg_origins.get("hot_experts", rule.origin), help=help)
+        report.warning("KT306", message, rule.replace.kwarg_origins.get("hot_experts", rule.origin), help=help)
 
 
 def _report_searched(rule: Rule, refused: dict[str, list[int]], matches: Matches, report: Report) -> bool:
