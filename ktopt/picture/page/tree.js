@@ -142,8 +142,10 @@ function refresh(rows) {
 function draw(printing) {
   const list = byId("tree");
   const all = printing === true;
-  const first = all ? 0 : Math.max(0, Math.floor(list.scrollTop / ROW) - BEYOND);
-  const last = Math.min(tree.rows.length, all ? PRINTED : Math.ceil((list.scrollTop + list.clientHeight) / ROW) + BEYOND);
+  // rows that have just become fewer may not have moved the list yet
+  const top = Math.min(list.scrollTop, Math.max(0, tree.rows.length * ROW - list.clientHeight));
+  const first = all ? 0 : Math.max(0, Math.floor(top / ROW) - BEYOND);
+  const last = Math.min(tree.rows.length, all ? PRINTED : Math.ceil((top + list.clientHeight) / ROW) + BEYOND);
   const drawn = `${first} ${last} ${tree.active?.row}`;
   if (drawn === tree.drawn) return;
   tree.drawn = drawn;
