@@ -13,9 +13,11 @@ from apply_fixtures import PROMPT
 from gguf_fixtures import make_folder, make_gguf, tiny_model
 from pretend_device import DEVICE, PretendDevice
 from test_experts_operator import INNER, E, Stored, calls, close, context, original, theirs
+from transformers import AutoModelForCausalLM
 
 import ktopt
 from ktopt.applying.dry_run import dry_run
+from ktopt.cli import main
 from ktopt.diagnostics import KtoptError
 from ktopt.operators.modules.experts import KTransformersExperts
 from ktopt.operators.modules.experts_cpu import KExpertsCPU
@@ -135,6 +137,18 @@ def test_a_model_with_split_layers_answers_as_transformers_do(kind: str, how: st
     applied = ktopt.apply(plan, None if weights else model, weights)
     assert sum(type(module) is KSplitExperts for module in applied.modules()) >= 1
     assert close(applied(PROMPT).logits, expected)
+
+
+@torch.no_grad()
+def test_a_folder_with_split_layers_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", moe_intermediate_size=64)
+    weights, rules = str(make_folder(tmp_path / "hf", model)), tmp_path / "rules.yaml"
+    rules.write_text(RULES.format(hot='{0: "0..1", 1: "2"}'))
+    asked = ["apply", str(rules), "--model", weights, "--weights", weights, "--remap", "cuda=cpu", "--out", str(tmp_path / "out")]
+    assert main(asked) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sum(type(module) is KSplitExperts for module in loaded.modules()) == 2
+    assert close(loaded(PROMPT).logits, model(PROMPT).logits)
 
 
 @pytest.fixture(scope="module")

@@ -79,4 +79,5 @@ class KExpertsMarlin(KTransformersExperts):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in NAMES:
-            destination[f"{prefix}{name}"] = getattr(self, name)
+            if name not in self._parameters:
+                destination[f"{prefix}{name}"] = getattr(self, name)

@@ -148,7 +148,8 @@ class KSplitExperts(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({f"{prefix}{name}": getattr(self, name) for name in NAMES})
+        if self.loaded:
+            destination.update({f"{prefix}{name}": getattr(self, name) for name in NAMES})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         given = {name: state_dict.get(f"{prefix}{name}") for name in NAMES}
