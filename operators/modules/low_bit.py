@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from ktopt.diagnostics import KtoptError
-from ktopt.operators.linear import ROUNDED_AT_A_TIME
+from ktopt.operators.linear import ROUNDED_AT_A_TIME, padded
 
 OUTPUTS, INPUTS = 16, 128
 """What N and K are padded to multiples of; with 8 bits, K too to multiples of OUTPUTS."""
@@ -22,10 +22,6 @@ INNER_TILES = 8
 FEW_TOKENS = 16
 """Up to so many rows torch's product with 8-bit weights reads them as they are; for more, numbers are made of them first."""
 LARGEST_FP8 = 448.0
-
-
-def padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
